@@ -1,0 +1,48 @@
+# `make quickstart` and `make test` need nothing but python3: they make .venv and install the pinned lock first.
+# Another interpreter: make test PYTHON=python3.12   (it gets a .venv of its own)
+PYTHON ?= python3
+SHELL := /bin/bash
+TAG := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV ?= .venv/$(TAG)
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+SEED ?= 1
+TESTS ?= tests
+
+.PHONY: help install test lint quickstart quickstart-short lock clean
+
+help:
+	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
+	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
+	@echo "make test              lint and tests (TESTS=tests/test_x.py for some of them)"
+	@echo "make install           only the environment in $(VENV)"
+	@echo "make lock              resolve requirements/cpu.in into requirements/cpu.lock (needs uv)"
+
+install: $(STAMP)
+
+$(STAMP): requirements/cpu.lock setup.py
+	@test -n "$(TAG)" || { echo "cannot run $(PYTHON): pass PYTHON=/path/to/python3" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(STAMP)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+
+test: $(STAMP) lint
+	$(PY) -m pytest $(TESTS)
+
+quickstart: $(STAMP)
+	$(PY) examples/quickstart/run.py --seed $(SEED)
+
+quickstart-short: $(STAMP)
+	$(PY) examples/quickstart/run.py --seed $(SEED) --short --output-dir outputs/quickstart-short
+
+lock:
+	uv pip compile --universal --python-version 3.10 --no-annotate --no-header requirements/cpu.in \
+	  -o requirements/cpu.lock
+	echo 'sglang==0.5.15.post1' >> requirements/cpu.lock
+
+clean:
+	rm -rf .venv outputs build *.egg-info

@@ -1,0 +1,140 @@
+"""Integer problems that one line of Python solves: the quickstart's training and evaluation material.
+
+Eight kinds of question, each with two phrasings. A kind is named in `KINDS` with the way its numbers are
+drawn and the `print(...)` line that answers it. Answers are computed here by that same arithmetic in this
+process, from our own numbers; model text is never evaluated.
+
+Splits: a question belongs to exactly one of "eval", "sft" and "rl". Which one depends on its text alone
+(`split_of`), so the splits are disjoint whatever seeds and sizes they are drawn with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+SPLITS = ("eval", "sft", "rl")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with its integer answer and the line of Python that prints it."""
+
+    question: str
+    answer: int
+    kind: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to draw a family of problems: numbers, two phrasings, code and the answer."""
+
+    draw: Callable[[random.Random], tuple[int, ...]]
+    phrasings: tuple[str, str]
+    code: str  # formatted with the drawn numbers, as the phrasings are
+    solve: Callable[..., int]
+
+
+KINDS: dict[str, Kind] = {
+    "sum": Kind(
+        lambda r: (r.randint(10, 99), r.randint(10, 99), r.randint(10, 99)),
+        ("What is {0} plus {1} plus {2}?", "Add up {0}, {1} and {2}."),
+        "print({0}+{1}+{2})",
+        lambda a, b, c: a + b + c,
+    ),
+    "product": Kind(
+        lambda r: (r.randint(11, 99), r.randint(11, 99)),
+        ("What is {0} times {1}?", "Multiply {0} by {1}."),
+        "print({0}*{1})",
+        lambda a, b: a * b,
+    ),
+    "remainder": Kind(
+        lambda r: (r.randint(100, 999), r.randint(11, 99)),
+        ("What is the remainder of {0} divided by {1}?", "Divide {0} by {1}. What is left over?"),
+        "print({0}%{1})",
+        lambda a, b: a % b,
+    ),
+    "digit_sum": Kind(
+        lambda r: (r.randint(11, 99), r.randint(11, 99)),
+        ("What is the digit sum of {0} times {1}?", "Add up the digits of {0} times {1}."),
+        "print(sum(map(int,str({0}*{1}))))",
+        lambda a, b: sum(int(digit) for digit in str(a * b)),
+    ),
+    "power_mod": Kind(
+        lambda r: (r.randint(11, 99), r.randint(11, 99), r.randint(11, 99)),
+        ("What is {0} to the power {1}, modulo {2}?", "Find {0}^{1} mod {2}."),
+        "print(pow({0},{1},{2}))",
+        lambda a, b, n: pow(a, b, n),
+    ),
+    "common_multiple": Kind(
+        lambda r: (r.randint(11, 99), r.randint(11, 99)),
+        ("What is the least common multiple of {0} and {1}?", "Find lcm({0}, {1})."),
+        "import math; print(math.lcm({0},{1}))",
+        math.lcm,
+    ),
+    "square_sum": Kind(
+        lambda r: (r.randint(10, 49), r.randint(50, 99)),
+        ("What is the sum of the squares from {0} to {1}?", "Add up n^2 for n from {0} to {1}."),
+        "print(sum(n*n for n in range({0},{1}+1)))",
+        lambda a, b: sum(n * n for n in range(a, b + 1)),
+    ),
+    "multiples": Kind(
+        lambda r: (r.randint(11, 29), r.randint(30, 99), r.randint(100, 999)),
+        ("How many multiples of {0} are there from {1} to {2}?", "Count the n from {1} to {2} divisible by {0}."),
+        "print(sum(n%{0}==0 for n in range({1},{2}+1)))",
+        lambda k, a, b: b // k - (a - 1) // k,
+    ),
+}
+
+
+def split_of(question: str) -> str:
+    """The split a question belongs to: "eval" (1 in 8), "sft" (3 in 8) or "rl" (4 in 8).
+
+    The first byte of the SHA-256 of the UTF-8 text, modulo 8, decides: 0 is eval, 1 to 3 sft, 4 to 7 rl.
+    """
+    bucket = hashlib.sha256(question.encode()).digest()[0] % 8
+    if bucket == 0:
+        return "eval"
+    return "sft" if bucket <= 3 else "rl"
+
+
+def make_problem(kind: str, rng: random.Random) -> Problem:
+    """Draw one problem of the named kind.
+
+    Raises ValueError for a kind that is not in `KINDS`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"problem kind must be one of {sorted(KINDS)}, got {kind!r}: use a listed kind")
+    spec = KINDS[kind]
+    numbers = spec.draw(rng)
+    question = rng.choice(spec.phrasings).format(*numbers)
+    return Problem(question, spec.solve(*numbers), kind, spec.code.format(*numbers))
+
+
+def generate_problems(
+    split: str, seed: int, kinds: Sequence[str] = tuple(KINDS)
+) -> Iterator[Problem]:
+    """Endless stream of distinct problems of one split, cycling through `kinds` (repeat a kind to weight it).
+
+    The same arguments give the same stream on every machine.
+
+    Raises ValueError for an unknown split, for an unknown kind, and when a kind has no fresh question left.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {SPLITS}, got {split!r}: use a listed split")
+    rng = random.Random(f"{split}-{seed}")
+    seen: set[str] = set()
+    while True:
+        for kind in kinds:
+            for _ in range(10_000):
+                problem = make_problem(kind, rng)
+                if split_of(problem.question) == split and problem.question not in seen:
+                    break
+            else:
+                raise ValueError(f"{kind!r} has no fresh {split} question after {len(seen)} problems: ask for fewer")
+            seen.add(problem.question)
+            yield problem

@@ -1,0 +1,105 @@
+"""Where a torch_dist checkpoint lies and how its keys are named: the agreement of trainer and converter.
+
+    OUT/latest_checkpointed_iteration.txt     "release" (a converted checkpoint) or an iteration number
+    OUT/release/  or  OUT/iter_0000012/       .metadata, *.distcp, common.pt, metadata.json (Megatron's format)
+
+Keys of model weights carry no prefix: `embedding.word_embeddings.weight`, `decoder.final_layernorm.weight`,
+`output_layer.weight` (untied models only), and one key for all layers, `decoder.layers.<name>`, whose first
+dimension is the layer. This is what `dist_checkpointing.save({"model": model.sharded_state_dict()})` writes;
+optimizer states have keys that begin with `optimizer.`. Layouts (TP, PP, uneven PP) do not show in a checkpoint.
+The `_extra_state` objects of Megatron's linear layers (fp8 scales, empty otherwise) are left out on both sides, so
+that a checkpoint does not depend on whether Transformer Engine was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+
+
+def checkpoint_name(iteration: int | None) -> str:
+    """`iter_0000012`, or `release` for None."""
+    return RELEASE if iteration is None else f"iter_{iteration:07d}"
+
+
+def latest_iteration(root: str | Path) -> int | None:
+    """The newest complete checkpoint under `root`; None for a converted one ("release").
+
+    Raises ValueError where there is none.
+    """
+    path = Path(root) / LATEST_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {root} is no checkpoint directory, or nothing was saved yet")
+    text = path.read_text().strip()
+    if text != RELEASE and not text.isdigit():
+        raise ValueError(f"{path} holds {text!r}: expected {RELEASE!r} or an iteration number")
+    return None if text == RELEASE else int(text)
+
+
+def write_latest(root: str | Path, iteration: int | None) -> None:
+    """Point `root` at a checkpoint that is complete (atomic)."""
+    path = Path(root) / LATEST_FILE
+    part = path.with_name(path.name + ".part")
+    part.write_text(RELEASE if iteration is None else str(iteration))
+    part.replace(path)
+
+
+def resolve_checkpoint_dir(path: str | Path) -> Path:
+    """The directory with the data, from that directory itself or from the root that holds several.
+
+    Raises ValueError where there is no torch_dist checkpoint.
+    """
+    path = Path(path)
+    if (path / ".metadata").is_file():
+        return path
+    directory = path / checkpoint_name(latest_iteration(path))
+    if not (directory / ".metadata").is_file():
+        raise ValueError(f"{directory} is no torch_dist checkpoint: it has no .metadata file")
+    return directory
+
+
+def model_state_dict(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Sharded state of the model, for `dist_checkpointing.save` and `load`.
+
+    `chunks` are this rank's GPTModels (one per virtual pipeline stage), without DDP wrappers.
+    Gives {"model": ...}, or {"model0": ..., "model1": ...} for several chunks.
+    """
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    return {
+        name: {key: value for key, value in chunk.sharded_state_dict().items() if not key.endswith("_extra_state")}
+        for name, chunk in zip(names, chunks, strict=True)
+    }
+
+
+def load_model_state(chunks: Sequence[Any], state: dict[str, Any]) -> None:
+    """Put what `dist_checkpointing.load(model_state_dict(chunks), ...)` returned into the model."""
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    for name, chunk in zip(names, chunks, strict=True):
+        missing, unexpected = chunk.load_state_dict(state[name], strict=False)
+        missing = [key for key in missing if not key.endswith("_extra_state")]
+        assert not missing and not unexpected, (missing, unexpected)
+
+
+def save_model(chunks: Sequence[Any], directory: str | Path) -> None:
+    """Save only the weights into `directory` (created). Collective: every rank calls it."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(model_state_dict(chunks), str(directory))
+
+
+def load_model(chunks: Sequence[Any], path: str | Path) -> None:
+    """Load only the weights, from a converter's or a trainer's checkpoint of any layout. Collective.
+
+    The padding of the vocabulary may differ: rows that the checkpoint does not have become zero.
+    """
+    from megatron.core import dist_checkpointing
+
+    directory = resolve_checkpoint_dir(path)
+    load_model_state(chunks, dist_checkpointing.load(model_state_dict(chunks), str(directory)))

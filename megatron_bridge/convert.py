@@ -1,0 +1,198 @@
+"""Convert checkpoints: Hugging Face -> torch_dist and back, one parameter at a time, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_bridge.checkpoint import checkpoint_name, resolve_checkpoint_dir, write_latest
+from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
+from megatron_bridge.layout import from_hf, hf_shapes, megatron_shape, to_hf
+from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, required
+from megatron_bridge.names import EMBEDDING, OUTPUT_LAYER, find_parameter, hf_names, megatron_names
+from megatron_bridge.safetensors_io import INDEX_FILE, SafetensorsCheckpoint, TensorEntry, rewrite_file
+from megatron_bridge.torch_dist_io import TorchDistReader, write_torch_dist
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def convert_hf_to_torch_dist(
+    model: ModelArgs,
+    hf_checkpoint: str | Path,
+    save: str | Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+    force: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Write a torch_dist checkpoint of the HF weights, in their own dtype. Returns its directory.
+
+    A torch_dist checkpoint fits every layout. `tp` only sets the padding of the vocabulary, which loading adapts
+    anyway; `pp`, `first` and `last` are checked, so that a layout that cannot be built is refused here already.
+    The model flags are compared with config.json before anything else is read.
+    Raises ValueError for what does not fit together, and for an existing non-empty `save` without `force`.
+    """
+    check_against_hf(model, read_hf_config(hf_checkpoint))
+    check_tensor_parallel(model, tp)
+    check_pipeline(required(model, "num_layers"), pp, first=first, last=last)
+    hf = SafetensorsCheckpoint(hf_checkpoint)
+    names = megatron_names(model)
+    _check_hf_tensors(hf, model, names)
+
+    def value_of(name: str) -> Tensor:
+        needed = hf_names(*find_parameter(name, model))
+        return from_hf(name, {hf_name: hf.read(hf_name) for hf_name in needed}, model, tp)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return hf.entries[hf_names(*find_parameter(name, model))[0]].dtype
+
+    shapes = {name: megatron_shape(name, model, tp) for name in names}
+    with replace_directory(save, force=force) as out:
+        with tqdm(total=len(names), desc="HF -> torch_dist", unit="tensor", disable=not progress) as bar:
+            write_torch_dist(
+                out / checkpoint_name(None), shapes, dtype_of, value_of, num_layers=required(model, "num_layers"),
+                common={"checkpoint_version": 3.0, "iteration": 0}, written=lambda _: bar.update(),
+            )  # fmt: skip
+        write_latest(out, None)
+    return Path(save) / checkpoint_name(None)
+
+
+def convert_torch_dist_to_hf(
+    input_dir: str | Path, output_dir: str | Path, origin_hf_dir: str | Path, *, force: bool = False, progress: bool = True
+) -> None:
+    """Write an HF checkpoint of the torch_dist weights, with the files, keys, shapes and dtypes of the original.
+
+    Reads a converter's or a trainer's checkpoint (optimizer states are ignored) that any layout wrote.
+    Raises ValueError for weights that do not belong to the original's config.json, and for an existing non-empty
+    `output_dir` without `force`.
+    """
+    origin = Path(origin_hf_dir)
+    model = model_args_from_hf(read_hf_config(origin))
+    hf = SafetensorsCheckpoint(origin)
+    names = megatron_names(model)
+    _check_hf_tensors(hf, model, names)
+    reader = TorchDistReader(resolve_checkpoint_dir(input_dir))
+    _check_torch_dist(reader, model, names)
+    sources = {hf_name: name for name in names for hf_name in hf_names(*find_parameter(name, model))}
+    sources.setdefault(OUTPUT_LAYER.hf[0], EMBEDDING.megatron)  # a tied checkpoint may hold the head as well
+
+    # Neighbours in a file (query, key, value; gate, up) come from one Megatron tensor.
+    @functools.lru_cache(maxsize=4)
+    def hf_tensors(name: str) -> dict[str, Tensor]:
+        return dict(to_hf(name, reader.read(name), model))
+
+    with replace_directory(output_dir, force=force) as out:
+        for path in sorted(origin.iterdir()):
+            if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHT_SUFFIXES:
+                shutil.copyfile(path, out / path.name)
+        with tqdm(total=len(hf.entries), desc="torch_dist -> HF", unit="tensor", disable=not progress) as bar:
+
+            def value_of(entry: TensorEntry) -> Tensor:
+                bar.update()
+                if _is_buffer(entry.name):
+                    return hf.read(entry.name)
+                name = sources[entry.name]
+                tensors = hf_tensors(name)
+                tied_head = entry.name not in tensors
+                value = tensors[EMBEDDING.hf[0] if tied_head else entry.name]
+                return value.to(entry.dtype)
+
+            for file in hf.files:
+                rewrite_file(origin / file, out / file, value_of)
+        index = out / INDEX_FILE
+        if index.is_file():
+            content = json.loads(index.read_text())
+            content.setdefault("metadata", {})["total_size"] = sum(entry.size for entry in hf.entries.values())
+            index.write_text(json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def replace_directory(path: str | Path, *, force: bool) -> Iterator[Path]:
+    """A temporary sibling directory that becomes `path` when the block succeeds, and is removed when it fails.
+
+    Raises ValueError when `path` is there and not empty, unless `force` (it is then replaced, at the very end).
+    """
+    target = Path(path).absolute()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{path} is a file: give a directory")
+    occupied = target.is_dir() and any(target.iterdir())
+    if occupied and not force:
+        raise ValueError(f"{path} is not empty: choose another directory, or pass --force to replace it")
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if occupied:
+            old = target.with_name(f".{target.name}.{os.getpid()}.old")
+            target.rename(old)
+            part.rename(target)
+            shutil.rmtree(old)
+        else:
+            part.replace(target)  # an empty directory may be replaced
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _is_buffer(hf_name: str) -> bool:
+    """Old checkpoints hold rotary frequencies, which are computed and not learned."""
+    return hf_name.endswith("rotary_emb.inv_freq")
+
+
+def _check_hf_tensors(hf: SafetensorsCheckpoint, model: ModelArgs, names: list[str]) -> None:
+    """Every expected tensor is there with its shape and nothing else is, or ValueError."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        expected |= dict(zip(hf_names(*find_parameter(name, model)), hf_shapes(name, model), strict=True))
+    for hf_name, shape in expected.items():
+        if hf_name not in hf.entries:
+            raise ValueError(f"{hf.directory} has no tensor {hf_name}: the checkpoint is incomplete")
+        if hf.entries[hf_name].shape != shape:
+            found = hf.entries[hf_name].shape
+            raise ValueError(f"{hf.directory}: {hf_name} has shape {list(found)}, config.json implies {list(shape)}")
+    extra = [hf_name for hf_name in hf.entries if hf_name not in expected and not _is_buffer(hf_name)]
+    head = OUTPUT_LAYER.hf[0]
+    if head in extra:
+        # tie_word_embeddings is true here, else the head would be expected
+        if not torch.equal(hf.read(head), hf.read(EMBEDDING.hf[0])):
+            raise ValueError(
+                f"{hf.directory}: config.json ties the embeddings, but {head} differs from {EMBEDDING.hf[0]}: "
+                "set tie_word_embeddings to false and add --untie-embeddings-and-output-weights"
+            )
+        extra.remove(head)
+    if extra:
+        raise ValueError(f"{hf.directory} has tensors that no parameter takes: {', '.join(extra[:3])} ({len(extra)})")
+
+
+def _check_torch_dist(reader: TorchDistReader, model: ModelArgs, names: list[str]) -> None:
+    """The checkpoint holds this model, or ValueError."""
+    if reader.num_layers() != model.num_layers:
+        raise ValueError(
+            f"{reader.directory} has {reader.num_layers()} layers, the original's config.json {model.num_layers}: "
+            "give the --origin-hf-dir that it was made of"
+        )
+    if reader.has(OUTPUT_LAYER.megatron) and not model.untie_embeddings_and_output_weights:
+        raise ValueError(
+            f"{reader.directory} has an output layer of its own, but the original's config.json ties the embeddings"
+        )
+    for name in names:
+        found, wanted = reader.shape(name), megatron_shape(name, model)
+        vocabulary = find_parameter(name, model)[1] in (EMBEDDING, OUTPUT_LAYER)
+        fits = found[0] >= required(model, "vocab_size") and found[1:] == wanted[1:] if vocabulary else found == wanted
+        if not fits:
+            raise ValueError(
+                f"{reader.directory}: {name} has shape {list(found)}, the original's config.json implies "
+                f"{list(wanted)}: give the --origin-hf-dir that it was made of"
+            )

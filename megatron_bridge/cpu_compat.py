@@ -1,0 +1,147 @@
+"""Let an unpatched megatron-core (checked: 0.16.1 and 0.19.2) run on a CPU with gloo.
+
+Megatron-core assumes CUDA in a few ways that have nothing to do with kernels: it asks for the current CUDA
+device, creates small tensors with `device="cuda"`, keeps CUDA random states, and uses streams and events.
+`install_cpu_compat()` answers each of them with the CPU equivalent. It does nothing where CUDA is available,
+and `torch.cuda.is_available()` stays False, so that libraries which ask still get the truth.
+
+Not covered, because it cannot be answered from outside: `clip_grad_by_total_norm_fp32` and the mixed-precision
+optimizers insist on CUDA tensor types, so the CPU trains in fp32 and clips gradients itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+_CPU = torch.device("cpu")
+
+
+class CpuStream:
+    """A stream that is always up to date: CPU work is done when the call returns."""
+
+    cuda_stream = 0
+    device = _CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        return event if event is not None else CpuEvent()
+
+    def __enter__(self) -> CpuStream:
+        return self
+
+    def __exit__(self, *exc: Any) -> None: ...
+
+
+class CpuEvent:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 0.0
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Torch calls that name a CUDA device use the CPU instead."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def install_cpu_compat() -> None:
+    """Make megatron-core usable on a CPU. Idempotent; does nothing when CUDA is available.
+
+    Call it before anything of `megatron.core` is imported that compiles its fused functions, and once in every
+    thread that runs Megatron (the device rewriting is per thread, as torch function modes are).
+    """
+    if torch.cuda.is_available():
+        return
+    if torch.cuda.Stream is not CpuStream:
+        _replace_cuda_calls()
+        _replace_megatron_parts()
+    if not any(isinstance(mode, CudaMeansCpu) for mode in _get_current_function_mode_stack()):
+        CudaMeansCpu().__enter__()
+
+
+def _replace_cuda_calls() -> None:
+    stream = CpuStream()
+
+    @contextlib.contextmanager
+    def use_stream(_: Any) -> Iterator[None]:
+        yield
+
+    def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+        torch.set_rng_state(new_state)
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    replacements: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "set_device": nothing,
+        "synchronize": nothing,
+        "Stream": CpuStream,
+        "Event": CpuEvent,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": use_stream,
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "manual_seed": torch.random.default_generator.manual_seed,
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    torch.cuda.random.get_rng_state = get_rng_state
+    torch.cuda.random.set_rng_state = set_rng_state
+
+
+def _replace_megatron_parts() -> None:
+    # Compiling the small fused functions costs a C++ compiler and minutes; the plain ones are exact.
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()
+
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    megatron_random._set_cuda_rng_state = set_state

@@ -1,0 +1,187 @@
+"""config.json of a Hugging Face checkpoint <-> model flags. Pure Python: no torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_bridge.model_config import ModelArgs, check_model, head_dim, query_groups
+from megatron_bridge.names import FAMILIES
+
+HfConfig = dict[str, Any]
+
+
+def read_hf_config(checkpoint_dir: str | Path) -> HfConfig:
+    """config.json of a checkpoint directory. ValueError when it is missing or no JSON object."""
+    path = Path(checkpoint_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give the directory of a Hugging Face checkpoint")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return config
+
+
+def model_args_from_hf(config: HfConfig) -> ModelArgs:
+    """The flags that describe the checkpoint. ValueError for a model that this bridge does not implement."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported: one of {', '.join(FAMILIES)} is")
+    family = FAMILIES[model_type]
+    _refuse_unsupported(config, model_type)
+    rope = _rope_parameters(config)
+    heads, hidden = _need(config, "num_attention_heads"), _need(config, "hidden_size")
+    # transformers' own defaults where the key may be left out
+    groups = config.get("num_key_value_heads") or heads
+    kv_channels = config.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)
+    return ModelArgs(
+        num_layers=_need(config, "num_hidden_layers"),
+        hidden_size=hidden,
+        ffn_hidden_size=_need(config, "intermediate_size"),
+        num_attention_heads=heads,
+        group_query_attention=groups != heads,
+        num_query_groups=groups if groups != heads else None,
+        kv_channels=kv_channels,
+        vocab_size=_need(config, "vocab_size"),
+        max_position_embeddings=config.get("max_position_embeddings"),
+        swiglu=True,
+        disable_bias_linear=True,
+        add_qkv_bias=family.add_qkv_bias,
+        qk_layernorm=family.qk_layernorm,
+        normalization="RMSNorm",
+        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        use_rotary_position_embeddings=True,
+        rotary_base=_whole(rope["rope_theta"]),
+        use_rope_scaling=rope["rope_type"] == "llama3",
+        rope_scaling_factor=float(rope.get("factor", 8.0)),
+        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
+    )
+
+
+def check_against_hf(model: ModelArgs, config: HfConfig) -> None:
+    """Compare every flag that describes the model with config.json.
+
+    Raises ValueError that names each differing flag, its value, config.json's value and the fix.
+    """
+    wanted = model_args_from_hf(config)
+    check_model(wanted)
+    differences: list[str] = []
+
+    def compare_number(flag: str, given: Any, key: str, value: Any) -> None:
+        if given != value:
+            shown = "is missing" if given is None else str(given)
+            differences.append(f"{flag} {shown}, but config.json's {key} is {value} (fix: {flag} {value})")
+
+    def compare_switch(flag: str, given: bool, key: str, value: bool) -> None:
+        if given != value:
+            state, fix = ("given", f"remove {flag}") if given else ("not given", f"add {flag}")
+            differences.append(f"{flag} is {state}, but config.json {key} (fix: {fix})")
+
+    compare_number("--num-layers", model.num_layers, "num_hidden_layers", wanted.num_layers)
+    compare_number("--hidden-size", model.hidden_size, "hidden_size", wanted.hidden_size)
+    compare_number("--ffn-hidden-size", model.ffn_hidden_size, "intermediate_size", wanted.ffn_hidden_size)
+    compare_number(
+        "--num-attention-heads", model.num_attention_heads, "num_attention_heads", wanted.num_attention_heads
+    )
+    compare_number("--vocab-size", model.vocab_size, "vocab_size", wanted.vocab_size)
+    if not differences:  # these are derived from the ones above
+        compare_number("--kv-channels", head_dim(model), "head width", head_dim(wanted))
+        groups = query_groups(model) if model.num_query_groups or not model.group_query_attention else None
+        if groups != query_groups(wanted):
+            shown = "is missing" if groups is None else groups
+            differences.append(
+                f"--num-query-groups {shown}, but config.json's num_key_value_heads is {query_groups(wanted)} "
+                f"(fix: --group-query-attention --num-query-groups {query_groups(wanted)})"
+            )
+    if model.max_position_embeddings is not None:
+        compare_number(
+            "--max-position-embeddings", model.max_position_embeddings, "max_position_embeddings",
+            wanted.max_position_embeddings,
+        )  # fmt: skip
+    compare_number("--rotary-base", model.rotary_base, "rope_theta", wanted.rotary_base)
+    compare_number("--rotary-percent", model.rotary_percent, "partial_rotary_factor", wanted.rotary_percent)
+    compare_number("--norm-epsilon", model.norm_epsilon, "rms_norm_eps", wanted.norm_epsilon)
+    compare_number("--normalization", model.normalization, "normalisation", wanted.normalization)
+    compare_switch("--swiglu", model.swiglu, "has a gated MLP with SiLU", True)
+    compare_switch("--disable-bias-linear", model.disable_bias_linear, "has no biases in linear layers", True)
+    compare_switch(
+        "--use-rotary-position-embeddings", model.use_rotary_position_embeddings, "has rotary embeddings", True
+    )
+    kind = f"has model_type {config['model_type']}"
+    compare_switch("--add-qkv-bias", model.add_qkv_bias, kind, wanted.add_qkv_bias)
+    compare_switch("--qk-layernorm", model.qk_layernorm, kind, wanted.qk_layernorm)
+    scaling = f"has rope_type {'llama3' if wanted.use_rope_scaling else 'default'}"
+    compare_switch("--use-rope-scaling", model.use_rope_scaling, scaling, wanted.use_rope_scaling)
+    if model.use_rope_scaling and wanted.use_rope_scaling:
+        compare_number("--rope-scaling-factor", model.rope_scaling_factor, "factor", wanted.rope_scaling_factor)
+    tie = str(not wanted.untie_embeddings_and_output_weights).lower()
+    compare_switch(
+        "--untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights,
+        f"has tie_word_embeddings {tie}", wanted.untie_embeddings_and_output_weights,
+    )  # fmt: skip
+    if differences:
+        raise ValueError("; ".join(differences))
+
+
+def _need(config: HfConfig, key: str) -> int:
+    if not isinstance(config.get(key), int):
+        raise ValueError(f"config.json has no whole number {key}: found {config.get(key)!r}")
+    return config[key]
+
+
+def _whole(value: float) -> int:
+    if int(value) != value:
+        raise ValueError(f"rope_theta {value} is not a whole number, which --rotary-base cannot hold")
+    return int(value)
+
+
+def _rope_parameters(config: HfConfig) -> dict[str, Any]:
+    """rope_type, rope_theta and scaling values, from `rope_parameters` (transformers 5) or the older two keys."""
+    rope = dict(config.get("rope_parameters") or {})
+    scaling = config.get("rope_scaling") or {}
+    if not rope:
+        rope = dict(scaling)
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    if rope["rope_type"] not in ("default", "llama3"):
+        raise ValueError(
+            f"config.json asks for rotary scaling {rope['rope_type']!r} ({rope}), which is not implemented: "
+            "only unscaled and llama3 are; use a checkpoint without it"
+        )
+    if rope["rope_type"] == "llama3":
+        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        for key, value in fixed.items():
+            if rope.get(key, value) != value:
+                raise ValueError(f"llama3 rotary scaling with {key} {rope[key]} is not implemented: only {value} is")
+        if "factor" not in rope:
+            raise ValueError("llama3 rotary scaling without a factor in config.json")
+    return rope
+
+
+def _refuse_unsupported(config: HfConfig, model_type: str) -> None:
+    def refuse(key: str, reason: str) -> None:
+        raise ValueError(f"config.json's {key} {config[key]!r} is not supported: {reason}")
+
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        refuse("hidden_act", "only silu is")
+    if config.get("use_sliding_window"):
+        refuse("use_sliding_window", "only full attention is")
+    if any(kind != "full_attention" for kind in config.get("layer_types") or []):
+        refuse("layer_types", "only full_attention is")
+    if config.get("attention_bias"):
+        refuse("attention_bias", f"{model_type} checkpoints with it have biases that the bridge has no place for")
+    if config.get("mlp_bias"):
+        refuse("mlp_bias", "only MLPs without biases are")
+    if config.get("rope_interleaved"):
+        refuse("rope_interleaved", "only the half-split rotary layout is")
+    if config.get("attention_dropout"):
+        refuse("attention_dropout", "only models without dropout are")
+    partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"config.json's partial_rotary_factor {partial} is not supported: only 1.0 is")
+    if config.get("quantization_config"):
+        raise ValueError("config.json has a quantization_config: convert an unquantised checkpoint")

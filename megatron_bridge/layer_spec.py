@@ -1,0 +1,61 @@
+"""Which modules a transformer layer is built of: Transformer Engine's, or Megatron's local ones with our attention."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import torch
+
+TRANSFORMER_IMPLS = ("auto", "transformer_engine", "local")
+
+
+def resolve_transformer_impl(transformer_impl: str = "auto") -> str:
+    """`auto` -> `transformer_engine` where CUDA and Transformer Engine are there, else `local`.
+
+    Raises ValueError for an unknown name, or for `transformer_engine` where it cannot run.
+    """
+    if transformer_impl not in TRANSFORMER_IMPLS:
+        raise ValueError(f"--transformer-impl {transformer_impl} is unknown: choose one of {', '.join(TRANSFORMER_IMPLS)}")
+    usable = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    if transformer_impl == "auto":
+        return "transformer_engine" if usable else "local"
+    if transformer_impl == "transformer_engine" and not usable:
+        raise ValueError(
+            "--transformer-impl transformer_engine needs a CUDA device and the transformer-engine package: "
+            "use --transformer-impl auto, or local"
+        )
+    return transformer_impl
+
+
+def block_spec(config, *, transformer_impl: str, vp_stage: int | None = None):  # type: ignore[no-untyped-def]
+    """Megatron's `TransformerBlockSubmodules` for this pipeline stage (`parallel_state` must be initialised).
+
+    `config` is a TransformerConfig; `transformer_impl` is `local` or `transformer_engine`.
+    """
+    # Megatron warns about every optional package that is not there; the choice made here is deliberate.
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    if transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TENorm)
+
+    from megatron_bridge.attention import PackedCoreAttention, RMSNorm
+
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedCoreAttention
+    attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,161 @@
+"""How one parameter's values are laid out: HF tensors <-> Megatron tensor <-> tensor-parallel shards.
+
+g = key/value heads, r = query heads per key/value head, d = head width, F = ffn width, H = hidden size.
+A full Megatron tensor is what a torch_dist checkpoint holds:
+- QKV: [g * (r + 2) * d, H], for each key/value head its r query heads, then its key, then its value.
+- GATED: [2 * F, H], gate then up. A shard of tensor-parallel rank i holds part i of both.
+- VOCABULARY: [padded vocabulary, H]; the padding is zero when it comes from HF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_bridge.model_config import ModelArgs, head_dim, padded_vocab_size, query_groups, required
+from megatron_bridge.names import (
+    COPY,
+    GATED,
+    OUTPUT_LAYER,
+    QKV,
+    VOCABULARY,
+    Parameter,
+    find_parameter,
+    hf_names,
+)
+
+
+def to_hf(name: str, full: Tensor, model: ModelArgs) -> list[tuple[str, Tensor]]:
+    """The HF tensors held by one full (all tensor-parallel shards merged) Megatron tensor.
+
+    `name` carries the global layer number. The result may share memory with `full`. A tied output layer, which the
+    last pipeline stage holds as a copy of the embedding, gives nothing.
+    """
+    layer, parameter = find_parameter(name, model)
+    if parameter == OUTPUT_LAYER and not model.untie_embeddings_and_output_weights:
+        return []
+    return list(zip(hf_names(layer, parameter), _split(parameter, full, model), strict=True))
+
+
+def from_hf(name: str, hf: Mapping[str, Tensor], model: ModelArgs, tp: int = 1) -> Tensor:
+    """The full Megatron tensor made of HF tensors (`hf` maps at least the needed full HF names).
+
+    tp only decides the padding of the vocabulary.
+    """
+    layer, parameter = find_parameter(name, model)
+    parts = [hf[hf_name] for hf_name in hf_names(layer, parameter)]
+    if parameter.kind == QKV:
+        return merge_qkv(*parts, groups=query_groups(model))
+    if parameter.kind == GATED:
+        return torch.cat(parts)
+    if parameter.kind == VOCABULARY:
+        return pad_vocabulary(parts[0], padded_vocab_size(model, tp))
+    return parts[0]
+
+
+def hf_tensors_from_megatron(
+    parameters: Iterable[tuple[str, Tensor]], model: ModelArgs
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, tensor) for a stream of (global Megatron name, full tensor)."""
+    for name, full in parameters:
+        yield from to_hf(name, full, model)
+
+
+def tp_axis(name: str, model: ModelArgs) -> int | None:
+    """The dimension that tensor parallelism splits; None for a replicated parameter."""
+    return find_parameter(name, model)[1].tp_axis
+
+
+def merge_tp(name: str, shards: Sequence[Tensor], model: ModelArgs) -> Tensor:
+    """One full tensor from the shards of all tensor-parallel ranks, in rank order."""
+    parameter = find_parameter(name, model)[1]
+    if parameter.tp_axis is None or len(shards) == 1:
+        return shards[0]
+    if parameter.kind == GATED:
+        halves = [shard.chunk(2) for shard in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    return torch.cat(list(shards), dim=parameter.tp_axis)
+
+
+def split_tp(name: str, full: Tensor, tp: int, model: ModelArgs) -> list[Tensor]:
+    """The shard of each tensor-parallel rank. The vocabulary is padded (or its padding cut) for this tp.
+
+    Raises ValueError when the dimension does not divide.
+    """
+    parameter = find_parameter(name, model)[1]
+    if parameter.tp_axis is None:
+        return [full] * tp
+    if parameter.kind == VOCABULARY:
+        full = pad_vocabulary(full[: required(model, "vocab_size")], padded_vocab_size(model, tp))
+    units = query_groups(model) if parameter.kind == QKV else full.shape[parameter.tp_axis]
+    if units % tp:
+        raise ValueError(f"tensor-parallel size {tp} does not divide {name} ({units} parts): use a divisor")
+    if parameter.kind == GATED:
+        gate, up = full.chunk(2)
+        return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp), strict=True)]
+    return list(full.chunk(tp, dim=parameter.tp_axis))
+
+
+def merge_qkv(query: Tensor, key: Tensor, value: Tensor, *, groups: int) -> Tensor:
+    """[g * r * d, ...], [g * d, ...], [g * d, ...] -> [g * (r + 2) * d, ...], interleaved per key/value head."""
+    rest = query.shape[1:]
+    parts = [part.reshape(groups, -1, *rest) for part in (query, key, value)]
+    return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+
+def split_qkv(qkv: Tensor, model: ModelArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """Inverse of `merge_qkv`."""
+    groups, width, rest = query_groups(model), head_dim(model), qkv.shape[1:]
+    per_group = qkv.reshape(groups, -1, *rest)
+    query, key, value = per_group.split([per_group.shape[1] - 2 * width, width, width], dim=1)
+    return query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest)
+
+
+def pad_vocabulary(weight: Tensor, rows: int) -> Tensor:
+    """[V, H] -> [rows, H] with zeros below."""
+    if len(weight) == rows:
+        return weight
+    return torch.cat([weight, weight.new_zeros(rows - len(weight), *weight.shape[1:])])
+
+
+def megatron_shape(name: str, model: ModelArgs, tp: int = 1) -> tuple[int, ...]:
+    """Shape of the full Megatron tensor."""
+    layer, parameter = find_parameter(name, model)
+    shapes = hf_shapes(name, model)
+    if parameter.kind == VOCABULARY:
+        return (padded_vocab_size(model, tp), *shapes[0][1:])
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def hf_shapes(name: str, model: ModelArgs) -> list[tuple[int, ...]]:
+    """Shapes of the HF tensors that a Megatron parameter holds."""
+    _, parameter = find_parameter(name, model)
+    hidden, ffn, width = required(model, "hidden_size"), required(model, "ffn_hidden_size"), head_dim(model)
+    query, kv = required(model, "num_attention_heads") * width, query_groups(model) * width
+    if parameter.kind == VOCABULARY:
+        return [(required(model, "vocab_size"), hidden)]
+    if parameter.kind == GATED:
+        return [(ffn, hidden)] * 2
+    if parameter.kind == QKV:
+        tail = () if parameter.megatron.endswith("bias") else (hidden,)
+        return [(rows, *tail) for rows in (query, kv, kv)]
+    assert parameter.kind == COPY
+    shapes = {
+        "self_attention.linear_proj.weight": (hidden, query),
+        "mlp.linear_fc2.weight": (hidden, ffn),
+        "self_attention.q_layernorm.weight": (width,),
+        "self_attention.k_layernorm.weight": (width,),
+    }
+    return [shapes.get(parameter.megatron, (hidden,))]
+
+
+def _split(parameter: Parameter, full: Tensor, model: ModelArgs) -> Sequence[Tensor]:
+    if parameter.kind == QKV:
+        return split_qkv(full, model)
+    if parameter.kind == GATED:
+        return full.chunk(2)
+    if parameter.kind == VOCABULARY:
+        return [full[: required(model, "vocab_size")]]
+    return [full]

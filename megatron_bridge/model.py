@@ -1,0 +1,219 @@
+"""Build Megatron's GPTModel from model flags.
+
+Shapes. T = tokens of the micro-batch, V = padded vocabulary, H = hidden size, tp = tensor-parallel size.
+
+    model(input_ids [1, T], position_ids [1, T], attention_mask=None, packed_seq_params=packed)
+
+- last pipeline stage: logits [1, T, V/tp], this rank's slice of the vocabulary, in `params_dtype`. Columns of the
+  padding are `PADDED_LOGIT`, so that a softmax over all V columns is the softmax over the real vocabulary.
+- other stages: hidden states [T, 1, H] ([T/tp, 1, H] with sequence parallelism), for the next stage.
+- `packed` from `packed_seq_params(lengths)`; the lengths must sum to T, so padding is a sequence of its own. T must
+  be a multiple of tp with sequence parallelism. Rotary positions restart in every sequence, whatever
+  `position_ids` say: Megatron does not read them for rotary models.
+- without `packed_seq_params`: input_ids [b, s] -> logits [b, s, V/tp], causal in each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_bridge.cpu_compat import install_cpu_compat
+from megatron_bridge.layer_spec import resolve_transformer_impl
+from megatron_bridge.model_config import (
+    ModelArgs,
+    check_model,
+    check_pipeline,
+    check_tensor_parallel,
+    head_dim,
+    padded_vocab_size,
+    query_groups,
+    required,
+)
+
+PADDED_LOGIT = -1e9
+"""Logit of a vocabulary entry that only exists as padding: its probability is exactly 0 in fp32."""
+
+
+def transformer_config(
+    model: ModelArgs,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    vpp: int | None = None,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float32,
+    decoder_first_pipeline_num_layers: int | None = None,
+    decoder_last_pipeline_num_layers: int | None = None,
+    recompute_granularity: str | None = None,
+    recompute_method: str | None = None,
+    recompute_num_layers: int | None = None,
+    transformer_impl: str = "auto",
+    calculate_per_token_loss: bool = True,
+    perform_initialization: bool = True,
+    **overrides: Any,
+):  # type: ignore[no-untyped-def]
+    """Megatron's TransformerConfig for the model and its parallel layout.
+
+    vpp: number of model chunks per pipeline stage (interleaved schedule). `perform_initialization=False` leaves
+    parameters uninitialised, for a checkpoint that overwrites them all. `overrides` are further TransformerConfig
+    fields (`params_dtype`, `fp32_residual_connection`, ...). All dropouts are 0.
+    Raises ValueError for a model or layout that cannot be built.
+    """
+    install_cpu_compat()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    check_model(model)
+    check_tensor_parallel(model, tp)
+    num_layers = required(model, "num_layers")
+    check_pipeline(
+        num_layers, pp, vpp=vpp, first=decoder_first_pipeline_num_layers, last=decoder_last_pipeline_num_layers
+    )
+    impl = resolve_transformer_impl(transformer_impl)
+    if cp > 1 and impl != "transformer_engine":
+        raise ValueError(f"--context-parallel-size {cp} needs Transformer Engine's attention: use 1, or install it")
+    if sequence_parallel and tp == 1:
+        sequence_parallel = False  # there is nothing to share out, and Megatron refuses the combination
+    on_gpu = torch.cuda.is_available()
+    fields: dict[str, Any] = dict(
+        num_layers=num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=query_groups(model),
+        kv_channels=head_dim(model),
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_layernorm,
+        add_bias_linear=False,
+        add_qkv_bias=model.add_qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        virtual_pipeline_model_parallel_size=vpp,
+        num_layers_in_first_pipeline_stage=decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=decoder_last_pipeline_num_layers,
+        sequence_parallel=sequence_parallel,
+        # Packed micro-batches differ in length, so stages tell each other the shapes.
+        variable_seq_lengths=pp > 1,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=False,
+        attention_softmax_in_fp32=True,
+        recompute_granularity=recompute_granularity,
+        recompute_method=recompute_method,
+        recompute_num_layers=recompute_num_layers,
+        calculate_per_token_loss=calculate_per_token_loss,
+        perform_initialization=perform_initialization,
+        # Every tensor-parallel layout then starts from the same weights.
+        use_cpu_initialization=not on_gpu,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=on_gpu,
+        apply_rope_fusion=impl == "transformer_engine",
+        persist_layer_norm=impl == "transformer_engine",
+        gradient_accumulation_fusion=False,
+    )
+    return TransformerConfig(**{**fields, **overrides})
+
+
+def build_gpt_model(
+    model: ModelArgs,
+    config: Any,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    transformer_impl: str = "auto",
+    parallel_output: bool = True,
+):  # type: ignore[no-untyped-def]
+    """This rank's part of the model (`parallel_state` must be initialised, see `init_parallel`).
+
+    `config` comes from `transformer_config`. `pre_process` and `post_process` say whether this pipeline stage
+    holds the embedding and the output layer. `parallel_output=False` gathers the logits over tensor-parallel ranks.
+    On a GPU the parameters are created there. Build under `torch.device("meta")`, with a config that has
+    `use_cpu_initialization=True, perform_initialization=False`, to get shapes without memory.
+    """
+    install_cpu_compat()
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_bridge.layer_spec import block_spec
+
+    tp = config.tensor_model_parallel_size
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(
+            config, transformer_impl=resolve_transformer_impl(transformer_impl), vp_stage=vp_stage
+        ),
+        vocab_size=padded_vocab_size(model, tp),
+        max_sequence_length=model.max_position_embeddings or 4096,  # only read for learned positions
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=parallel_output,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        vp_stage=vp_stage,
+    )
+    if post_process:
+        _mask_padded_vocabulary(gpt, model, tp, parallel_output)
+    return gpt
+
+
+def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int, parallel_output: bool) -> None:
+    from megatron.core import parallel_state
+
+    width = padded_vocab_size(model, tp) // (tp if parallel_output else 1)
+    start = width * parallel_state.get_tensor_model_parallel_rank() if parallel_output else 0
+    valid = min(max(required(model, "vocab_size") - start, 0), width)
+    if valid == width:
+        return
+
+    def mask(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        logits, bias = output
+        return F.pad(logits[..., :valid], (0, width - valid), value=PADDED_LOGIT), bias
+
+    gpt.output_layer.register_forward_hook(mask)
+
+
+def packed_seq_params(lengths: Sequence[int], device: torch.device | str | None = None):  # type: ignore[no-untyped-def]
+    """Megatron's PackedSeqParams (format `thd`) for sequences of these lengths, one after the other.
+
+    `max_seqlen` is the longest length itself: Megatron would let rotary positions run on across sequences if it
+    were the total.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if device is not None:
+        ends = ends.to(device)
+    longest = max(lengths)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+def init_parallel(tp: int = 1, pp: int = 1, cp: int = 1, *, vpp: int | None = None, seed: int = 1234) -> None:
+    """Initialise Megatron's parallel groups and random states over the running torch.distributed group."""
+    install_cpu_compat()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        virtual_pipeline_model_parallel_size=vpp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,144 @@
+"""The description of a decoder-only transformer, as flags. Pure Python: no torch, no megatron.
+
+Names and meanings are Megatron's own (`--num-layers`, `--rotary-base`, ...), so that the arrays in
+`scripts/models/*.sh` read like any Megatron launch script. `check_against_hf` (in `hf_config.py`)
+compares every one of them with a checkpoint's `config.json`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_bridge.flags import flag
+
+
+@dataclass
+class ModelArgs:
+    """Model architecture (compared with the checkpoint's config.json)."""
+
+    num_layers: int | None = flag(None, help="Number of transformer layers.")
+    hidden_size: int | None = flag(None, help="Width of the residual stream.")
+    ffn_hidden_size: int | None = flag(None, help="Width of the MLP's inner layer.")
+    num_attention_heads: int | None = flag(None, help="Number of query heads.")
+    group_query_attention: bool = flag(False, help="Share each key/value head among several query heads.")
+    num_query_groups: int | None = flag(None, help="Number of key/value heads (with --group-query-attention).")
+    kv_channels: int | None = flag(None, help="Width of one head; hidden size / heads when not given.")
+    vocab_size: int | None = flag(None, help="Vocabulary size in the checkpoint, before padding.")
+    make_vocab_size_divisible_by: int = flag(
+        128, help="The vocabulary is padded to a multiple of this times the tensor-parallel size."
+    )
+    max_position_embeddings: int | None = flag(None, help="Longest context; config.json's value when not given.")
+    swiglu: bool = flag(False, help="Gated MLP with SiLU.")
+    disable_bias_linear: bool = flag(False, help="No biases in linear layers.")
+    add_qkv_bias: bool = flag(False, help="Biases in the query/key/value projection only (Qwen2, Qwen2.5).")
+    qk_layernorm: bool = flag(False, help="RMSNorm of each query and key head (Qwen3).")
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), help="Kind of normalisation.")
+    norm_epsilon: float = flag(1e-5, help="Epsilon of the normalisation layers.")
+    use_rotary_position_embeddings: bool = flag(False, help="Rotary position embeddings.")
+    rotary_base: int = flag(10000, help="Base period of the rotary embeddings (rope_theta).")
+    rotary_percent: float = flag(1.0, help="Share of each head that is rotated.")
+    use_rope_scaling: bool = flag(False, help="Llama 3 frequency scaling of the rotary embeddings.")
+    rope_scaling_factor: float = flag(
+        8.0, aliases=("--rotary-scaling-factor",), help="Factor of the Llama 3 rotary scaling."
+    )
+    untie_embeddings_and_output_weights: bool = flag(
+        False, help="The output layer has a matrix of its own (tie_word_embeddings is false)."
+    )
+
+
+def padded_vocab_size(model: ModelArgs, tp: int = 1) -> int:
+    """The vocabulary rounded up to a multiple of `make_vocab_size_divisible_by` * tp."""
+    multiple = model.make_vocab_size_divisible_by * tp
+    return -(-required(model, "vocab_size") // multiple) * multiple
+
+
+def required(model: ModelArgs, field: str) -> int:
+    """The field's value; ValueError when the flag was not given."""
+    value = model.__dict__[field]
+    if value is None:
+        raise ValueError(f"--{field.replace('_', '-')} is missing: source a file of scripts/models/")
+    return value
+
+
+def head_dim(model: ModelArgs) -> int:
+    """Width of one attention head."""
+    if model.kv_channels is not None:
+        return model.kv_channels
+    return required(model, "hidden_size") // required(model, "num_attention_heads")
+
+
+def query_groups(model: ModelArgs) -> int:
+    """Number of key/value heads."""
+    if model.group_query_attention:
+        return required(model, "num_query_groups")
+    return required(model, "num_attention_heads")
+
+
+def check_model(model: ModelArgs) -> None:
+    """Refuse (ValueError) what no supported family has: only RMSNorm + SwiGLU + rotary, without other biases."""
+    wanted = {
+        "--swiglu": model.swiglu,
+        "--normalization RMSNorm": model.normalization == "RMSNorm",
+        "--use-rotary-position-embeddings": model.use_rotary_position_embeddings,
+        "--disable-bias-linear": model.disable_bias_linear,
+    }
+    for name, given in wanted.items():
+        if not given:
+            raise ValueError(f"{name} is missing: Qwen2, Qwen3 and Llama models all have it")
+    heads, groups = required(model, "num_attention_heads"), query_groups(model)
+    if model.num_query_groups is not None and not model.group_query_attention:
+        raise ValueError(f"--num-query-groups {model.num_query_groups} needs --group-query-attention")
+    if heads % groups:
+        raise ValueError(f"--num-query-groups {groups} must divide --num-attention-heads {heads}")
+    for field in ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"):
+        required(model, field)
+    if model.kv_channels is None and required(model, "hidden_size") % heads:
+        raise ValueError(f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads}")
+
+
+def check_tensor_parallel(model: ModelArgs, tp: int) -> None:
+    """Refuse (ValueError) a tensor-parallel size that does not divide the key/value heads and the MLP."""
+    for flag, value in (("key/value heads", query_groups(model)), ("ffn hidden size", required(model, "ffn_hidden_size"))):
+        if value % tp:
+            raise ValueError(f"--tensor-model-parallel-size {tp} must divide the model's {flag} ({value})")
+
+
+def check_pipeline(
+    num_layers: int, pp: int, *, vpp: int | None = None, first: int | None = None, last: int | None = None
+) -> None:
+    """Refuse (ValueError, naming the nearest valid choice) layers that cannot be laid out over the stages.
+
+    `first` and `last` are the layers of the first and the last stage; the others share the rest evenly.
+    """
+    ends = (first, last)
+    if pp == 1:
+        if ends != (None, None):
+            raise ValueError("--decoder-first/last-pipeline-num-layers need --pipeline-model-parallel-size above 1")
+        return
+    if pp > num_layers:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {pp} is more than the model's {num_layers} layers: use at most {num_layers}"
+        )
+    rest = num_layers - sum(n for n in ends if n is not None)
+    stages = pp - sum(n is not None for n in ends)
+    chunks = stages * (vpp or 1)
+    fits = rest == 0 if stages == 0 else rest > 0 and rest % chunks == 0
+    if fits and all(n is None or n > 0 for n in ends):
+        return
+    per_stage = -(-num_layers // pp)
+    if num_layers - per_stage * (pp - 1) < 1:
+        per_stage = num_layers // pp
+    nearest = num_layers - per_stage * (pp - 1)
+    given = "".join(
+        f", {name} {n}"
+        for name, n in zip(("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"), ends, strict=True)
+        if n is not None
+    )
+    raise ValueError(
+        f"{num_layers} layers do not fit --pipeline-model-parallel-size {pp}{given}: "
+        + (
+            f"use --decoder-last-pipeline-num-layers {nearest} ({per_stage} layers in each other stage)"
+            if nearest != per_stage
+            else f"leave the uneven layout out ({per_stage} layers in each stage)"
+        )
+    )

@@ -1,0 +1,103 @@
+"""Read a Hugging Face checkpoint's safetensors files tensor by tensor, and rewrite them with other values.
+
+Format: 8 bytes little-endian header length, JSON header, raw row-major data, https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: `start` and `size` are bytes within the file's data part."""
+
+    name: str
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class SafetensorsCheckpoint:
+    """The weights of a checkpoint directory. Reading is safe from several threads.
+
+    Raises ValueError for a directory without (readable, floating-point) safetensors.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.files = self._find_files()
+        self.entries: dict[str, TensorEntry] = {}
+        for file in self.files:
+            for entry in read_header(self.directory / file)[1]:
+                self.entries[entry.name] = entry
+
+    def _find_files(self) -> list[str]:
+        index = self.directory / INDEX_FILE
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{self.directory} has no *.safetensors: save the checkpoint in that format first")
+        missing = [file for file in files if not (self.directory / file).is_file()]
+        if missing:
+            raise ValueError(f"{self.directory} lacks {', '.join(missing)}: download the checkpoint completely")
+        return files
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in memory of its own."""
+        entry = self.entries[name]
+        path = self.directory / entry.file
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            file.seek(8 + header_bytes + entry.start)
+            data = torch.empty(entry.size, dtype=torch.uint8)
+            if file.readinto(memoryview(data.numpy())) != entry.size:
+                raise ValueError(f"{path} ends before tensor {name} does: download it again")
+        return data.view(entry.dtype).reshape(entry.shape)
+
+
+def read_header(path: Path) -> tuple[bytes, list[TensorEntry]]:
+    """The header as it stands in the file (with its length), and its tensors in order of their data."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        raw = file.read(length) if len(prefix) == 8 and length < 1 << 30 else b""
+    try:
+        header: dict[str, Any] = json.loads(raw)
+    except ValueError:
+        raise ValueError(f"{path} is no safetensors file: its header is damaged") from None
+    entries = []
+    for name, info in header.items():
+        if name == "__metadata__":
+            continue
+        if info["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: tensor {name} has dtype {info['dtype']}; supported are {', '.join(DTYPES)}")
+        start, end = info["data_offsets"]
+        entries.append(TensorEntry(name, path.name, DTYPES[info["dtype"]], tuple(info["shape"]), start, end - start))
+    return prefix + raw, sorted(entries, key=lambda entry: entry.start)
+
+
+def rewrite_file(source: Path, target: Path, value_of: Callable[[TensorEntry], Tensor]) -> None:
+    """Write `target` with the header (names, dtypes, shapes, order) of `source` and the given values, one by one."""
+    raw, entries = read_header(source)
+    with target.open("wb") as file:
+        file.write(raw)
+        for entry in entries:
+            assert file.tell() == len(raw) + entry.start, f"{source} has a gap before {entry.name}"
+            value = value_of(entry)
+            assert tuple(value.shape) == entry.shape and value.dtype == entry.dtype, entry.name
+            file.write(memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy()))

@@ -1,0 +1,208 @@
+"""Write and read Megatron's torch_dist checkpoints tensor by tensor, in one process without torch.distributed.
+
+Built on torch.distributed.checkpoint's file format, which is what `megatron.core.dist_checkpointing` uses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_bridge.names import LAYER_PREFIX, split_name
+
+
+def checkpoint_key(name: str) -> tuple[str, int | None]:
+    """(key, layer) of a parameter by its global name: layers share a key, stacked along a first dimension."""
+    layer, rest = split_name(name)
+    return (rest, None) if layer is None else (LAYER_PREFIX + rest, layer)
+
+
+class _LazySavePlanner(SavePlanner):
+    """Plans one chunk per parameter and asks for its value only when it is written (from writer threads)."""
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], dtype_of: Callable[[str], torch.dtype], num_layers: int,
+        value_of: Callable[[str], Tensor], written: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.value_of, self.written = value_of, written
+        self.names: dict[MetadataIndex, str] = {}
+        items = []
+        for name, shape in shapes.items():
+            key, layer = checkpoint_key(name)
+            stacked = layer is not None
+            sizes = torch.Size((1, *shape) if stacked else shape)
+            offsets = torch.Size((layer or 0, *[0] * len(shape)) if stacked else [0] * len(shape))
+            index = MetadataIndex(key, offsets)
+            self.names[index] = name
+            data = TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+                properties=TensorProperties(dtype=dtype_of(name)),
+                size=torch.Size((num_layers, *shape)) if stacked else sizes,
+            )
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def create_local_plan(self) -> SavePlan:
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        metadata.planner_data = {}
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        # The global plan adds chunk numbers to the indices; MetadataIndex ignores them in comparisons.
+        name = self.names[write_item.index]
+        assert write_item.tensor_data is not None
+        value = self.value_of(name).reshape(write_item.tensor_data.chunk.sizes)
+        self.written(name)
+        return value
+
+
+def write_torch_dist(
+    directory: Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype_of: Callable[[str], torch.dtype],
+    value_of: Callable[[str], Tensor],
+    *,
+    num_layers: int,
+    common: dict[str, Any],
+    written: Callable[[str], None],
+    threads: int = 2,
+) -> None:
+    """Write a checkpoint of full Megatron tensors. At most about `threads` of them are in memory at a time.
+
+    shapes: full shape by global parameter name. `value_of(name)` gives the tensor, `written(name)` is told after.
+    common: what Megatron keeps in common.pt.
+    """
+    planner = _LazySavePlanner(shapes, dtype_of, num_layers, value_of, written)
+    directory.mkdir(parents=True, exist_ok=True)
+    writer = FileSystemWriter(directory, thread_count=threads)
+    dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    torch.save(common, directory / "common.pt")
+    backends = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    (directory / "metadata.json").write_text(json.dumps(backends))
+
+
+class TorchDistReader:
+    """Reads full parameters out of a checkpoint directory, whatever layout wrote it.
+
+    Handles stacked layers and, for checkpoints saved with Megatron's `non_homogeneous_layers`, one key per layer.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._reader = FileSystemReader(self.directory)
+        self.metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def tensor_metadata(self, name: str) -> tuple[TensorStorageMetadata, str, int | None]:
+        """Metadata, key and position in the stack of a parameter. ValueError when the checkpoint lacks it."""
+        key, layer = checkpoint_key(name)
+        if layer is not None and f"{LAYER_PREFIX}{layer}." + key.removeprefix(LAYER_PREFIX) in self.keys:
+            key, layer = f"{LAYER_PREFIX}{layer}." + key.removeprefix(LAYER_PREFIX), None
+        stored = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"{self.directory} has no tensor {key}: it belongs to another model")
+        return stored, key, layer
+
+    @property
+    def keys(self) -> set[str]:
+        """All keys, those of the optimizer included."""
+        return set(self.metadata.state_dict_metadata)
+
+    def has(self, key: str) -> bool:
+        return key in self.metadata.state_dict_metadata
+
+    def num_layers(self) -> int:
+        """Number of layers that the checkpoint holds."""
+        for key, stored in self.metadata.state_dict_metadata.items():
+            if key == f"{LAYER_PREFIX}self_attention.linear_qkv.weight" and isinstance(stored, TensorStorageMetadata):
+                return stored.size[0]
+        layers = {split_name(key)[0] for key in self.keys if key.startswith(LAYER_PREFIX)} - {None}
+        return len(layers)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of one parameter (vocabulary padding included)."""
+        stored, _, layer = self.tensor_metadata(name)
+        return tuple(stored.size if layer is None else stored.size[1:])
+
+    def read(self, name: str) -> Tensor:
+        """One full parameter."""
+        stored, key, layer = self.tensor_metadata(name)
+        offsets = [0] * len(stored.size)
+        sizes = list(stored.size)
+        if layer is not None:
+            offsets[0], sizes[0] = layer, 1
+        target = torch.empty(sizes, dtype=stored.properties.dtype)
+        wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, stored, [wanted])
+        found = sum(math.prod(item.lengths) for item in items)
+        if found != target.numel():
+            raise ValueError(f"{self.directory}: {name} is incomplete ({found} of {target.numel()} values)")
+        self._reader.read_data(LoadPlan(items), _TargetPlanner(target)).wait()
+        return target if layer is None else target[0]
+
+
+class _TargetPlanner(LoadPlanner):
+    """Copies every read item into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        self.target = target
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise AssertionError("only tensors are read")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        where = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self.target[tuple(slice(start, start + length) for start, length in where)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...

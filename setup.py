@@ -1,0 +1,48 @@
+"""Packaging of slime-retool. `pip install -e ".[gpu]"` is the whole set-up on a GPU host; see README.md for the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+REQUIRES = [
+    "torch",
+    "transformers>=5",
+    'megatron-core==0.16.1; python_version < "3.12"',
+    'megatron-core>=0.19.2,<0.20; python_version >= "3.12"',
+    "ray[default]",
+    "datasets",
+    "pandas",
+    "pyarrow",
+    "aiohttp",
+    "wandb",
+    "tensorboard",
+    "safetensors",
+    "tqdm",
+    "psutil",
+    "numpy",
+    "math-verify",
+    "matplotlib",
+    "sglang-router==0.3.2",
+]
+EXTRAS = {
+    # SGLang pins torch and transformers; taking it whole also brings its GPU kernels.
+    "gpu": ["sglang==0.5.15.post1"],
+    "te": ["transformer-engine[pytorch]>=2.20"],
+    "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "ruff"],
+}
+
+setup(
+    name="slime-retool",
+    version="0.1.0",
+    description="Teach language models to reason with tools: SFT and RL on released Megatron-core and SGLang.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.14",
+    packages=find_packages(include=["slime_retool*", "megatron_bridge*"]),
+    install_requires=REQUIRES,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["slime-retool=slime_retool.cli:main"]},
+)

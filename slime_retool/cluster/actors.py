@@ -1,0 +1,87 @@
+"""The Ray actors: thin shells around one trainer rank and one engine, so that both also run without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from slime_retool.cluster.placement import free_port
+from slime_retool.config import Config
+from slime_retool.engine.process import ServerError
+from slime_retool.types import RolloutBatch
+
+
+@ray.remote(num_cpus=0)
+class TrainerActor:
+    """One rank of the trainer."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._trainer: Any = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and port at which rank 0 waits for the others."""
+        host = ray.util.get_node_ip_address() if self._config.actor_num_nodes > 1 else "127.0.0.1"
+        return host, free_port(host)
+
+    def start(self, master_addr: str, master_port: int) -> tuple[int, dict[str, Any]]:
+        """Join the group, build the model, load a checkpoint. Returns the first rollout's number and saved state."""
+        from slime_retool.trainer.core import Trainer
+
+        self._trainer = Trainer(
+            self._config,
+            rank=self._rank,
+            world_size=self._config.world_size,
+            # Ray shows each actor its own GPU only, as device 0.
+            local_rank=0,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+        return self._trainer.load()
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        return self._trainer.train(batch, rollout_id)
+
+    def connect_engines(self, urls: list[str]) -> None:
+        self._trainer.connect_engines(urls)
+
+    def update_weights(self) -> int:
+        return self._trainer.update_weights()
+
+    def weight_checksums(self) -> dict[str, str]:
+        return self._trainer.weight_checksums()
+
+    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+        self._trainer.save(rollout_id, extra)
+
+    def shutdown(self) -> None:
+        if self._trainer is not None:
+            self._trainer.shutdown()
+            self._trainer = None
+
+
+@ray.remote(num_cpus=0)
+class EngineActor:
+    """Owns one SGLang server on the host its GPUs are on."""
+
+    def __init__(self, config: Config, rank: int, gpus: list[int] | None) -> None:
+        self._config, self._rank, self._gpus = config, rank, gpus
+        self._engine: Any = None
+
+    def start(self) -> str:
+        """Start the server and wait until it is healthy. Returns its URL."""
+        from slime_retool.engine.server import EngineProcess
+
+        host = ray.util.get_node_ip_address() if self._config.actor_num_nodes > 1 else "127.0.0.1"
+        self._engine = EngineProcess(self._config, rank=self._rank, devices=self._gpus, host=host)
+        return self._engine.url
+
+    def check(self) -> None:
+        """Raise ServerError with the end of the log when the server has died."""
+        if not self._engine.alive:
+            raise ServerError(f"SGLang engine {self._rank} has died. The end of its log:\n{self._engine.log_tail()}")
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()

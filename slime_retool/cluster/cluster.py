@@ -1,0 +1,178 @@
+"""Everything a run starts, owned in one place and ended whichever way the run ends.
+
+    with Cluster(config) as cluster:
+        start, state = cluster.start_trainers()
+        urls = cluster.start_engines()
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from slime_retool.cluster.actors import EngineActor, TrainerActor
+from slime_retool.cluster.placement import Placement, place
+from slime_retool.config import Config
+from slime_retool.engine.process import ServerError
+from slime_retool.engine.router import RouterProcess
+from slime_retool.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+STOP_SECONDS = 60.0
+
+
+class Cluster:
+    """Ray, trainer actors, engine actors and the router of one run."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._placement: Placement | None = None
+        self._trainers: list[Any] = []
+        self._engines: list[Any] = []
+        self._router: RouterProcess | None = None
+        self._owns_ray = False
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._connect()
+            self._placement = place(self._config)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _connect(self) -> None:
+        env = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in _python_path() if p)}}
+        options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
+        if self._config.ray_address is not None:
+            ray.init(address=self._config.ray_address, **options)
+        else:
+            # Processes here reserve no CPUs, so any number of them fits on any machine.
+            ray.init(num_cpus=1, include_dashboard=False, object_store_memory=_object_store_bytes(), **options)
+        self._owns_ray = True
+
+    def start_trainers(self) -> tuple[int, dict[str, Any]]:
+        """Start every trainer rank and load weights. Returns (first rollout's number, state saved with it)."""
+        assert self._placement is not None
+        on_cuda = self._config.on_cuda
+        for rank in range(self._config.world_size):
+            options: dict[str, Any] = {}
+            if on_cuda:
+                slot = self._placement.trainers[rank]
+                share = 0.5 if self._config.colocate else 1
+                options = {"num_gpus": share, "scheduling_strategy": self._placement.strategy(slot)}
+            self._trainers.append(TrainerActor.options(**options).remote(self._config, rank))
+        address, port = _get(self._trainers[0].rendezvous.remote())
+        return _get([actor.start.remote(address, port) for actor in self._trainers])[0]
+
+    def start_engines(self) -> list[str]:
+        """Start every engine, at once. Returns their URLs (or those of the external ones)."""
+        assert self._placement is not None
+        if self._config.rollout_external_urls:
+            return list(self._config.rollout_external_urls)
+        for index, slots in enumerate(self._placement.engines):
+            options: dict[str, Any] = {}
+            if slots:
+                # The server is given its devices by number; this only puts the actor on their host.
+                options = {"num_gpus": 0.01, "scheduling_strategy": self._placement.strategy(slots[0])}
+            gpus = [slot.gpu for slot in slots] or None
+            self._engines.append(EngineActor.options(**options).remote(self._config, index, gpus))
+        return _get([actor.start.remote() for actor in self._engines])
+
+    def start_router(self, urls: list[str]) -> str:
+        """Start the router in front of `urls`. Returns its URL."""
+        self._router = RouterProcess(self._config, urls)
+        return self._router.url
+
+    def check(self) -> None:
+        """Raise when an engine or the router has died since the last look."""
+        _get([actor.check.remote() for actor in self._engines])
+        if self._router is not None and not self._router.alive:
+            raise ServerError(f"the router has died. The end of its log:\n{self._router.log_tail()}")
+
+    def connect_engines(self, urls: list[str]) -> None:
+        """Let the trainer's source rank know where its weights go."""
+        _get([actor.connect_engines.remote(urls) for actor in self._trainers])
+
+    def update_weights(self) -> int:
+        """Send the trainer's weights into every engine. Returns the new weight version."""
+        return _get([actor.update_weights.remote() for actor in self._trainers])[0]
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        """One rollout's optimizer steps on all ranks."""
+        shared = ray.put(batch)  # one copy per host, however many ranks read it
+        return _get([actor.train.remote(shared, rollout_id) for actor in self._trainers])[0]
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Checksum of each tensor as the trainer holds it, by Hugging Face name."""
+        return _get([actor.weight_checksums.remote() for actor in self._trainers])[0]
+
+    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it."""
+        _get([actor.save.remote(rollout_id, extra) for actor in self._trainers])
+
+    def close(self) -> None:
+        """End everything this object started; never raises, so that the error which led here is the one seen."""
+        if self._router is not None:
+            _quietly("the router", self._router.stop)
+            self._router = None
+        if ray.is_initialized():
+            _quietly("engines", lambda: _stop([a.stop.remote() for a in self._engines]))
+            _quietly("trainers", lambda: _stop([a.shutdown.remote() for a in self._trainers]))
+            for actor in [*self._engines, *self._trainers]:
+                _quietly("an actor", lambda actor=actor: ray.kill(actor))
+            if self._placement is not None:
+                _quietly("the placement group", self._placement.release)
+        self._engines, self._trainers, self._placement = [], [], None
+        if self._owns_ray:
+            self._owns_ray = False
+            ray.shutdown()
+
+
+def _python_path() -> list[str]:
+    """Where this process finds modules: hooks named by dotted path must be importable in the actors as well."""
+    return [os.path.abspath(p) for p in sys.path if p and os.path.isdir(p)]
+
+
+def _object_store_bytes() -> int:
+    """Room for a few rollout batches: a tenth of memory, between 80 MB and 8 GB (Ray's default takes a third)."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(min(max(total // 10, 80_000_000), 8_000_000_000))
+
+
+def _get(refs: Any) -> Any:
+    """`ray.get`, raising the actor's own exception instead of Ray's wrapper around it.
+
+    Waits for the first failure, not for all: when one rank fails, the others sit in a collective.
+    """
+    single = not isinstance(refs, list)
+    pending = [refs] if single else list(refs)
+    try:
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1)
+            ray.get(done)
+        return ray.get(refs)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, Exception):
+            raise cause from error
+        raise
+
+
+def _stop(refs: list[Any]) -> None:
+    ray.get(refs, timeout=STOP_SECONDS)
+
+
+def _quietly(what: str, action: Any) -> None:
+    try:
+        action()
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        logger.warning("while ending %s: %s", what, error)

@@ -1,0 +1,120 @@
+"""The flat, typed configuration object and its command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from megatron_bridge import flags
+from megatron_bridge.model_config import ModelArgs
+from slime_retool.config import groups
+
+
+@dataclass
+class Config(
+    groups.DebugArgs,
+    groups.TrackingArgs,
+    groups.SglangArgs,
+    groups.PerfArgs,
+    groups.BatchArgs,
+    groups.OptimizerArgs,
+    groups.AlgoArgs,
+    groups.EvalArgs,
+    groups.ToolArgs,
+    groups.RolloutArgs,
+    groups.DataArgs,
+    groups.CheckpointArgs,
+    groups.ParallelArgs,
+    ModelArgs,
+    groups.ClusterArgs,
+):
+    """All options of a run. Hooks receive it as `args`."""
+
+    sglang_server_flags: dict[str, list[str]] = field(default_factory=dict)
+    """Flags for `sglang.launch_server` that are not declared here, e.g. {"--attention-backend": ["triton"]}."""
+
+    # Derived sizes; `validate` has checked that they divide.
+
+    @property
+    def on_cuda(self) -> bool:
+        """`device` is resolved by `validate`; before that "auto" counts as the CPU."""
+        return self.device == "cuda"
+
+    @property
+    def world_size(self) -> int:
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def samples_per_rollout(self) -> int:
+        assert self.rollout_batch_size is not None
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps per rollout."""
+        return 1 if self.global_batch_size is None else self.samples_per_rollout // self.global_batch_size
+
+    @property
+    def num_engines(self) -> int:
+        if self.debug_train_only:
+            return 0
+        if self.rollout_external_urls:
+            return len(self.rollout_external_urls)
+        gpus = self.rollout_num_gpus or (self.world_size if self.colocate else self.rollout_num_gpus_per_engine)
+        return gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def eval_sets(self) -> list[tuple[str, str]]:
+        """(name, file) of each evaluation set."""
+        return list(zip(self.eval_prompt_data[::2], self.eval_prompt_data[1::2], strict=True))
+
+
+class _TrainParser(flags.OneLineParser):
+    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:
+        """Like argparse's, but collects undeclared --sglang-* flags for the servers."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        server: dict[str, list[str]] = {}
+        current: list[str] | None = None
+        for token in unknown:
+            if token.startswith("--sglang-"):
+                name, equals, value = token.partition("=")
+                current = [value] if equals else []
+                server["--" + name.removeprefix("--sglang-")] = current
+            elif token.startswith("--") or current is None:
+                self.error(flags.unknown_flag_message(self, token))
+            else:
+                current.append(token)
+        parsed.sglang_server_flags = server
+        return parsed
+
+    def fail(self, message: str) -> NoReturn:
+        self.error(message)
+
+
+def build_parser(prog: str = "slime_retool.train") -> _TrainParser:
+    """The parser behind `python -m slime_retool.train --help`."""
+    parser = _TrainParser(
+        prog=prog,
+        description="Teach a language model to reason with tools: SFT and RL on Megatron-core and SGLang.",
+    )
+    flags.add_flags(parser, Config)
+    return parser
+
+
+def parse_config(argv: Sequence[str] | None = None, prog: str = "slime_retool.train") -> Config:
+    """Parse flags into a `Config`; exits with code 2 and one line on a mistake. Values are checked by `validate`."""
+    parsed = build_parser(prog).parse_args(argv)
+    config = flags.from_namespace(Config, parsed)
+    config.sglang_server_flags = parsed.sglang_server_flags
+    return config

@@ -1,0 +1,272 @@
+"""Every option of a run, declared once: a field's name is the flag's, a class's docstring titles its group in --help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_bridge.flags import flag
+
+
+@dataclass
+class ClusterArgs:
+    """Cluster: processes and devices."""
+
+    device: str = flag(
+        "auto", choices=("auto", "cpu", "cuda"), help="Where to compute: cuda when a GPU is visible, else cpu."
+    )
+    actor_num_nodes: int = flag(1, help="Hosts used for training.")
+    actor_num_gpus_per_node: int = flag(
+        1, help="Training processes per host, one GPU each (on the CPU: plain processes that talk over gloo)."
+    )
+    rollout_num_gpus: int | None = flag(
+        None, help="GPUs used for generation; all training GPUs with --colocate, else one engine's worth."
+    )
+    rollout_num_gpus_per_engine: int = flag(1, help="GPUs (tensor-parallel size) of one SGLang engine.")
+    colocate: bool = flag(False, help="Train and generate on the same devices, in turns.")
+    ray_address: str | None = flag(
+        None, help="Join this Ray cluster ('auto' finds a running one); without it a private one is started and ended."
+    )
+    distributed_timeout_minutes: float = flag(10.0, help="Collective operations that take longer fail.")
+    seed: int = flag(1234, help="Seed of everything random in training.")
+
+
+@dataclass
+class ParallelArgs:
+    """Parallelism of the trainer. World size = data x tensor x pipeline x context."""
+
+    tensor_model_parallel_size: int = flag(1, help="Tensor-parallel size.")
+    sequence_parallel: bool = flag(
+        False, help="Split norms and residuals over the tensor-parallel ranks (no effect at size 1)."
+    )
+    pipeline_model_parallel_size: int = flag(1, help="Pipeline-parallel size.")
+    decoder_first_pipeline_num_layers: int | None = flag(None, help="Layers on the first pipeline stage.")
+    decoder_last_pipeline_num_layers: int | None = flag(None, help="Layers on the last pipeline stage.")
+    context_parallel_size: int = flag(1, help="Context-parallel size.")
+    expert_model_parallel_size: int = flag(1, help="Expert-parallel size (mixture-of-experts models).")
+    expert_tensor_parallel_size: int = flag(1, help="Tensor-parallel size inside an expert.")
+
+
+@dataclass
+class CheckpointArgs:
+    """Checkpoints."""
+
+    hf_checkpoint: str | None = flag(
+        None, metavar="DIR", help="Hugging Face checkpoint: tokenizer, config, and the engines' first weights."
+    )
+    load: str | None = flag(
+        None, metavar="DIR", help="Resume from this torch_dist folder; an empty or missing one starts from --ref-load."
+    )
+    ref_load: str | None = flag(
+        None, metavar="DIR", help="torch_dist checkpoint of the reference model, and of a fresh run's first weights."
+    )
+    save: str | None = flag(None, metavar="DIR", help="Write torch_dist checkpoints here.")
+    save_interval: int | None = flag(None, help="Save every this many rollouts, and at the end.")
+    save_hf: str | None = flag(
+        None, metavar="DIR", help="At the end also write the weights here in Hugging Face's format."
+    )
+    no_save_optim: bool = flag(False, help="Leave the optimizer out of saved checkpoints: smaller, cannot resume.")
+
+
+@dataclass
+class DataArgs:
+    """Data."""
+
+    prompt_data: str | None = flag(None, metavar="FILE", help="Training prompts or conversations: .jsonl or .parquet.")
+    input_key: str = flag("prompt", help="Column with the prompt (text or messages) or, in SFT, the conversation.")
+    label_key: str = flag("label", help="Column with the ground truth.")
+    tool_key: str = flag("tools", help="Column with the tool schemas (a list, or JSON text of one).")
+    metadata_key: str = flag("metadata", help="Column copied to sample.metadata.")
+    apply_chat_template: bool = flag(
+        False, help="Render text prompts as one user message with the chat template (message lists always are)."
+    )
+    rollout_shuffle: bool = flag(False, help="Shuffle the rows anew in every epoch.")
+    rollout_seed: int = flag(42, help="Seed of the shuffle.")
+    rollout_max_prompt_len: int | None = flag(None, help="Leave out rows whose prompt has more tokens.")
+
+
+@dataclass
+class RolloutArgs:
+    """Rollout: what is generated, how much, by which functions."""
+
+    num_rollout: int | None = flag(None, help="Rollouts (generate, train, update) in the run.")
+    num_epoch: int | None = flag(None, help="Passes over the data, instead of --num-rollout.")
+    rollout_batch_size: int | None = flag(None, help="Prompts per rollout.")
+    n_samples_per_prompt: int = flag(1, help="Responses per prompt: the group that an advantage is relative to.")
+    over_sampling_batch_size: int | None = flag(
+        None, help="Prompts in flight at once when groups may be dropped; at least --rollout-batch-size."
+    )
+    dynamic_sampling_filter_path: str | None = flag(
+        None, help="Function (args, group) -> bool that keeps a group of samples; dropped groups are replaced."
+    )
+    max_sampling_rounds: int = flag(
+        20, help="With a filter: stop with a clear error after drawing this many times --rollout-batch-size prompts."
+    )
+    rollout_function_path: str = flag(
+        "slime_retool.rollout.rl_rollout.generate_rollout", help="Function that makes one training batch."
+    )
+    custom_generate_function_path: str | None = flag(
+        None, help="Hook generate(args, sample, sampling_params); without it one plain turn is generated."
+    )
+    custom_rm_path: str | None = flag(None, help="Hook reward_func(args, sample) -> number or dict.")
+    rm_type: str = flag(
+        "dapo", choices=("dapo", "math_verify"), help="Built-in reward when --custom-rm-path is not given."
+    )
+    reward_key: str | None = flag(None, help="Entry of a reward dict that is trained on (default score).")
+    rollout_max_response_len: int = flag(1024, help="Tokens of one response, observations included.")
+    rollout_max_context_len: int | None = flag(None, help="Tokens of prompt and response together.")
+    rollout_temperature: float = flag(1.0, help="Sampling temperature; must be above 0.")
+    rollout_top_p: float = flag(1.0, help="Nucleus sampling.")
+    rollout_top_k: int = flag(-1, help="Sample among the k likeliest tokens (-1: all).")
+    rollout_stop: list[str] = flag([], nargs="*", help="Texts that end a turn.")
+    rollout_stop_token_ids: list[int] = flag([], nargs="*", help="Token ids that end a turn.")
+    rollout_request_timeout: float = flag(600.0, help="Seconds an engine may take for one request.")
+    rollout_request_retries: int = flag(3, help="Further tries of a failed engine request.")
+    balance_data: bool = flag(False, help="Even out tokens among data-parallel ranks (always done; kept for scripts).")
+
+
+@dataclass
+class ToolArgs:
+    """Tools and sandbox."""
+
+    tool_format: str = flag("qwen", choices=("qwen",), help="How calls and observations are written.")
+    max_turns: int = flag(16, help="Assistant turns in one response.")
+    max_tool_calls: int = flag(16, help="Executed tool calls in one response.")
+    max_observation_tokens: int = flag(512, help="Tokens of one observation; the middle is cut, the last line kept.")
+    tool_timeout: float = flag(10.0, help="Seconds one call may run, counted from its start.")
+    tool_memory_mb: int = flag(512, help="Memory one call may use.")
+    tool_concurrency: int = flag(16, help="Calls that run at once.")
+    tool_retries: int = flag(3, help="Further tries when the sandbox itself is down.")
+
+
+@dataclass
+class EvalArgs:
+    """Evaluation."""
+
+    eval_interval: int | None = flag(None, help="Evaluate before training and after every this many rollouts.")
+    eval_prompt_data: list[str] = flag(
+        [], nargs="+", metavar="NAME FILE", help="Name and file of each evaluation set, in pairs."
+    )
+    eval_input_key: str | None = flag(None, help="Prompt column of evaluation sets (default: --input-key).")
+    eval_label_key: str | None = flag(None, help="Label column of evaluation sets (default: --label-key).")
+    n_samples_per_eval_prompt: int = flag(1, help="Responses per evaluation prompt.")
+    eval_max_response_len: int | None = flag(None, help="As --rollout-max-response-len.")
+    eval_temperature: float | None = flag(None, help="As --rollout-temperature; 0 is greedy.")
+    eval_top_p: float | None = flag(None, help="As --rollout-top-p.")
+    eval_top_k: int | None = flag(None, help="As --rollout-top-k.")
+    skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
+
+
+@dataclass
+class AlgoArgs:
+    """Loss and advantages."""
+
+    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss"), help="What is minimised.")
+    advantage_estimator: str = flag("grpo", choices=("grpo",), help="How rewards become advantages.")
+    disable_grpo_std_normalization: bool = flag(False, help="Do not divide advantages by the group's deviation.")
+    disable_compute_advantages_and_returns: bool = flag(False, help="No advantages (SFT).")
+    calculate_per_token_loss: bool = flag(
+        False, help="Average over all learned tokens of the batch, not first within each sample."
+    )
+    eps_clip: float = flag(0.2, help="PPO clip range below 1 (and above, without --eps-clip-high).")
+    eps_clip_high: float | None = flag(None, help="Clip range above 1 (DAPO's clip-higher).")
+    eps_clip_c: float | None = flag(None, help="Dual-clip bound for negative advantages; above 1.")
+    use_kl_loss: bool = flag(False, help="Add a KL term against the reference model (--ref-load) to the loss.")
+    kl_loss_coef: float = flag(0.0, help="Weight of the KL term.")
+    kl_loss_type: str = flag(
+        "k1", choices=("k1", "k2", "k3", "low_var_kl"), help="Estimator of the KL term (low_var_kl: k3, clamped)."
+    )
+    entropy_coef: float = flag(0.0, help="Weight of the entropy bonus.")
+    use_rollout_logprobs: bool = flag(
+        False, help="Take the engine's log-probs as the old policy's instead of recomputing them."
+    )
+
+
+@dataclass
+class OptimizerArgs:
+    """Optimizer and learning-rate schedule."""
+
+    optimizer: str = flag("adam", choices=("adam",), help="Adam with decoupled weight decay.")
+    lr: float = flag(1e-6, help="Peak learning rate.")
+    min_lr: float = flag(0.0, help="Learning rate at the end of the decay.")
+    lr_decay_style: str = flag("constant", choices=("constant", "cosine", "linear"), help="Shape of the decay.")
+    lr_decay_iters: int | None = flag(None, help="Optimizer steps of the schedule (default: the whole run).")
+    lr_warmup_iters: int = flag(0, help="Optimizer steps of linear warm-up.")
+    lr_warmup_fraction: float | None = flag(None, help="Warm-up as a share of the schedule's steps.")
+    weight_decay: float = flag(0.0, help="Weight decay (not on norms and biases).")
+    adam_beta1: float = flag(0.9, help="Adam's beta1.")
+    adam_beta2: float = flag(0.98, help="Adam's beta2.")
+    adam_eps: float = flag(1e-8, help="Adam's epsilon.")
+    clip_grad: float = flag(1.0, help="Clip the global gradient norm to this (0: never).")
+
+
+@dataclass
+class BatchArgs:
+    """Batches."""
+
+    global_batch_size: int | None = flag(
+        None, help="Samples per optimizer step (default: all of a rollout, one step)."
+    )
+    micro_batch_size: int = flag(1, help="Samples packed into one forward without --use-dynamic-batch-size.")
+    use_dynamic_batch_size: bool = flag(False, help="Pack samples up to --max-tokens-per-gpu.")
+    max_tokens_per_gpu: int | None = flag(None, help="Tokens of one packed micro-batch.")
+
+
+@dataclass
+class PerfArgs:
+    """Precision, kernels and recomputation."""
+
+    precision: str = flag("auto", choices=("auto", "bf16", "fp32"), help="auto: bf16 on GPUs, fp32 on the CPU.")
+    transformer_impl: str = flag(
+        "auto", choices=("auto", "transformer_engine", "local"), help="auto: Transformer Engine when installed."
+    )
+    use_distributed_optimizer: bool = flag(True, help="Shard optimizer state over data-parallel ranks.")
+    recompute_granularity: str | None = flag(None, choices=("full", "selective"), help="Activation recomputation.")
+    recompute_method: str | None = flag(None, choices=("uniform", "block"), help="How layers are chosen for it.")
+    recompute_num_layers: int | None = flag(None, help="Layers per recomputed chunk (uniform) or stage (block).")
+    attention_dropout: float = flag(0.0, help="Attention dropout (RL needs 0).")
+    hidden_dropout: float = flag(0.0, help="Hidden dropout (RL needs 0).")
+    accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Accumulate and reduce gradients in fp32.")
+    attention_softmax_in_fp32: bool = flag(True, help="Attention softmax in fp32.")
+    attention_backend: str = flag(
+        "auto", choices=("auto", "flash", "fused", "unfused", "local"), help="Transformer Engine's attention kernel."
+    )
+
+
+@dataclass
+class SglangArgs:
+    """SGLang engines and router. Any other --sglang-FLAG [VALUE] is handed to the servers as --FLAG [VALUE]."""
+
+    sglang_mem_fraction_static: float | None = flag(None, help="Share of device memory for weights and KV cache.")
+    sglang_server_concurrency: int = flag(512, help="Requests in flight per engine.")
+    sglang_startup_timeout: float = flag(600.0, help="Seconds an engine may take to become healthy.")
+    sglang_max_total_tokens: int | None = flag(
+        None, help="Tokens in the KV cache (default on the CPU: what the batch of samples needs)."
+    )
+    rollout_external_urls: list[str] = flag(
+        [], nargs="*", metavar="URL", help="Use these running SGLang servers instead of starting any."
+    )
+
+
+@dataclass
+class TrackingArgs:
+    """Tracking. A JSONL of all metrics is always written to --output-dir."""
+
+    output_dir: str = flag("outputs/run", metavar="DIR", help="Logs, metrics.jsonl and rollout dumps.")
+    dump_rollouts: bool = flag(False, help="Write every sample (text, tokens, reward) to --output-dir.")
+    no_progress: bool = flag(False, help="No progress bars.")
+    use_wandb: bool = flag(False, help="Log to Weights & Biases.")
+    wandb_project: str | None = flag(None, help="W&B project.")
+    wandb_group: str | None = flag(None, help="W&B group.")
+    wandb_name: str | None = flag(None, help="W&B run name.")
+    wandb_key: str | None = flag(None, help="W&B key (else WANDB_API_KEY or an earlier `wandb login`).")
+    wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"), help="W&B mode.")
+    use_tensorboard: bool = flag(False, help="Write TensorBoard event files to --output-dir.")
+
+
+@dataclass
+class DebugArgs:
+    """Partial runs."""
+
+    debug_train_only: bool = flag(False, help="Start no engines (SFT, or --load-rollout-data).")
+    debug_rollout_only: bool = flag(False, help="Generate and score, never train.")
+    dry_run: bool = flag(False, help="Print the resolved configuration and stop.")

@@ -1,0 +1,382 @@
+"""Everything a configuration can get wrong, refused before any process starts or device is touched.
+
+`validate` reads small files (config.json) and imports hooks; it starts nothing and imports no torch. Every
+refusal is a ConfigError of one line: the rule, the value seen, the fix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from megatron_bridge.hf_config import check_against_hf, model_args_from_hf
+from megatron_bridge.model_config import ModelArgs
+from slime_retool.config.config import Config
+from slime_retool.errors import ConfigError
+from slime_retool.plugins import load_function
+
+SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
+
+
+def validate(config: Config) -> None:
+    """Check `config` and fill in what follows from the checkpoint (model flags when none were given).
+
+    Raises:
+        ConfigError: at the first rule that is broken.
+    """
+    _check_model(config)
+    _check_parallel(config)
+    _check_data(config)
+    _check_batches(config)
+    _check_algorithm(config)
+    _check_checkpoints(config)
+    _check_optimizer(config)
+    _check_precision(config)
+    _check_engines(config)
+    _check_hooks(config)
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def _require_file(path: str, flag: str) -> None:
+    _require(os.path.isfile(path), f"{flag}: no such file: {path}")
+
+
+def _require_folder(path: str, flag: str, holds: str) -> None:
+    _require(os.path.isdir(path), f"{flag}: no such folder: {path}")
+    _require(os.path.exists(os.path.join(path, holds)), f"{flag}: {path} has no {holds}")
+
+
+def _check_model(config: Config) -> None:
+    _require(config.hf_checkpoint is not None, "--hf-checkpoint is required: a Hugging Face checkpoint folder")
+    _require_folder(config.hf_checkpoint, "--hf-checkpoint", "config.json")
+    hf = json.loads(Path(config.hf_checkpoint, "config.json").read_text(encoding="utf-8"))
+    given = ModelArgs(**{f.name: config.__dict__[f.name] for f in dataclasses.fields(ModelArgs)})
+    try:
+        if given == ModelArgs():
+            for name, value in dataclasses.asdict(model_args_from_hf(hf)).items():
+                setattr(config, name, value)
+        else:
+            check_against_hf(given, hf)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if config.max_position_embeddings is None:
+        config.max_position_embeddings = hf.get("max_position_embeddings")
+
+
+def _divisors_near(total: int, wanted: int) -> int:
+    """The divisor of `total` closest to `wanted` (the larger of two equally close)."""
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), -d))
+
+
+def _check_parallel(config: Config) -> None:
+    tp, pp, cp = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+    )
+    for flag, value in (
+        ("--actor-num-nodes", config.actor_num_nodes),
+        ("--actor-num-gpus-per-node", config.actor_num_gpus_per_node),
+        ("--tensor-model-parallel-size", tp),
+        ("--pipeline-model-parallel-size", pp),
+        ("--context-parallel-size", cp),
+    ):
+        _require(value >= 1, f"{flag} must be at least 1, got {value}")
+    _require(cp == 1, f"--context-parallel-size must be 1 in this version, got {cp}")
+    for flag, value in (
+        ("--expert-model-parallel-size", config.expert_model_parallel_size),
+        ("--expert-tensor-parallel-size", config.expert_tensor_parallel_size),
+    ):
+        _require(value == 1, f"{flag} must be 1: the supported model families have no experts, got {value}")
+    world = config.world_size
+    if world % (tp * pp):
+        nearest = _divisors_near(world, tp * pp)
+        raise ConfigError(
+            f"tensor x pipeline parallel size {tp} x {pp} = {tp * pp} does not divide the {world} training processes "
+            f"({config.actor_num_nodes} nodes x {config.actor_num_gpus_per_node}); the nearest product that does is "
+            f"{nearest}"
+        )
+    heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
+    for flag, count in (("--num-attention-heads", heads), ("--num-query-groups", groups)):
+        if count % tp:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {tp} does not divide {flag} {count}; "
+                f"the nearest size that does is {_divisors_near(count, tp)}"
+            )
+    _require(
+        config.ffn_hidden_size % tp == 0,
+        f"--tensor-model-parallel-size {tp} does not divide --ffn-hidden-size {config.ffn_hidden_size}",
+    )
+    _check_pipeline(config)
+
+
+def _check_pipeline(config: Config) -> None:
+    layers, pp = config.num_layers, config.pipeline_model_parallel_size
+    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
+    if pp == 1:
+        _require(
+            first is None and last is None,
+            "--decoder-first/last-pipeline-num-layers need --pipeline-model-parallel-size above 1",
+        )
+        return
+    if pp > layers:
+        raise ConfigError(f"--pipeline-model-parallel-size {pp} is more than the {layers} layers; use at most {layers}")
+    given = [n for n in (first, last) if n is not None]
+    rest, stages = layers - sum(given), pp - len(given)
+    if min([*given, rest]) < (1 if stages else 0) or (not stages and rest):
+        raise ConfigError(
+            f"first and last pipeline stage take {sum(given)} of {layers} layers, which leaves {rest} for "
+            f"{stages} other stages; each stage needs at least one layer and every layer a stage"
+        )
+    if stages and rest % stages:
+        even = -(-layers // pp)
+        tail = layers - even * (pp - 1)
+        fix = (
+            f"add --decoder-last-pipeline-num-layers {tail}"
+            if not given and tail > 0
+            else f"or use pipeline size {_divisors_near(layers, pp)} without them"
+        )
+        raise ConfigError(f"{rest} layers cannot be spread evenly over {stages} pipeline stages; {fix}")
+
+
+def _check_data(config: Config) -> None:
+    _require(config.prompt_data is not None, "--prompt-data is required: a .jsonl or .parquet file")
+    _require_file(config.prompt_data, "--prompt-data")
+    _require(
+        len(config.eval_prompt_data) % 2 == 0,
+        f"--eval-prompt-data takes pairs NAME FILE, got {len(config.eval_prompt_data)} values: "
+        f"{' '.join(config.eval_prompt_data)}",
+    )
+    for _, file in config.eval_sets:
+        _require_file(file, "--eval-prompt-data")
+    names = [name for name, _ in config.eval_sets]
+    _require(len(set(names)) == len(names), f"--eval-prompt-data: set names must differ, got {' '.join(names)}")
+    if config.eval_interval is not None:
+        _require(config.eval_interval >= 1, f"--eval-interval must be at least 1, got {config.eval_interval}")
+        _require(bool(config.eval_sets), "--eval-interval needs --eval-prompt-data NAME FILE")
+
+
+def _check_batches(config: Config) -> None:
+    _require(
+        config.rollout_batch_size is not None and config.rollout_batch_size >= 1,
+        f"--rollout-batch-size is required and at least 1, got {config.rollout_batch_size}",
+    )
+    _require(
+        config.n_samples_per_prompt >= 1,
+        f"--n-samples-per-prompt must be at least 1, got {config.n_samples_per_prompt}",
+    )
+    _require(
+        (config.num_rollout is None) != (config.num_epoch is None),
+        f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
+    )
+    total, step = config.samples_per_rollout, config.global_batch_size
+    if step is not None and (step < 1 or total % step):
+        raise ConfigError(
+            f"--rollout-batch-size {config.rollout_batch_size} x --n-samples-per-prompt {config.n_samples_per_prompt} "
+            f"= {total} samples must be a multiple of --global-batch-size {step}; "
+            f"the nearest size that divides is {_divisors_near(total, max(step, 1))}"
+        )
+    size, dp = step or total, config.data_parallel_size
+    if size % dp:
+        raise ConfigError(
+            f"a batch of {size} samples (--global-batch-size) must be a multiple of the {dp} data-parallel ranks; "
+            f"use {max(dp, round(size / dp) * dp)}"
+        )
+    if config.use_dynamic_batch_size:
+        _require(
+            config.max_tokens_per_gpu is not None and config.max_tokens_per_gpu >= 1,
+            f"--use-dynamic-batch-size needs --max-tokens-per-gpu of at least 1, got {config.max_tokens_per_gpu}",
+        )
+    _require(config.micro_batch_size >= 1, f"--micro-batch-size must be at least 1, got {config.micro_batch_size}")
+    over = config.over_sampling_batch_size
+    _require(
+        over is None or over >= config.rollout_batch_size,
+        f"--over-sampling-batch-size must be at least --rollout-batch-size {config.rollout_batch_size}, got {over}",
+    )
+    for flag, value in (
+        ("--rollout-max-response-len", config.rollout_max_response_len),
+        ("--max-turns", config.max_turns),
+        ("--tool-concurrency", config.tool_concurrency),
+        ("--tool-memory-mb", config.tool_memory_mb),
+        ("--max-observation-tokens", config.max_observation_tokens),
+        ("--sglang-server-concurrency", config.sglang_server_concurrency),
+    ):
+        _require(value >= 1, f"{flag} must be at least 1, got {value}")
+    for flag, value in (
+        ("--tool-timeout", config.tool_timeout),
+        ("--rollout-request-timeout", config.rollout_request_timeout),
+        ("--sglang-startup-timeout", config.sglang_startup_timeout),
+        ("--distributed-timeout-minutes", config.distributed_timeout_minutes),
+    ):
+        _require(value > 0, f"{flag} must be above 0, got {value}")
+    window = config.max_position_embeddings
+    context = config.rollout_max_context_len
+    _require(
+        context is None or window is None or context <= window,
+        f"--rollout-max-context-len {context} is longer than the model's {window} positions",
+    )
+
+
+def _check_algorithm(config: Config) -> None:
+    sft = config.loss_type == "sft_loss"
+    if sft:
+        _require(
+            config.rollout_function_path == SFT_ROLLOUT or config.debug_train_only,
+            f"--loss-type sft_loss trains on conversations: add --rollout-function-path {SFT_ROLLOUT}",
+        )
+        _require(
+            config.debug_train_only,
+            "--loss-type sft_loss needs no engines: add --debug-train-only",
+        )
+        _require(
+            config.n_samples_per_prompt == 1,
+            f"--loss-type sft_loss takes each row once: --n-samples-per-prompt must be 1, "
+            f"got {config.n_samples_per_prompt}",
+        )
+    elif not config.debug_rollout_only:
+        _require(
+            not config.debug_train_only and config.rollout_function_path != SFT_ROLLOUT,
+            "--loss-type policy_loss needs generated samples: drop --debug-train-only and the SFT rollout function, "
+            "or use --loss-type sft_loss",
+        )
+        _require(
+            config.n_samples_per_prompt >= 2,
+            f"--advantage-estimator grpo compares responses to one prompt: --n-samples-per-prompt must be at least 2, "
+            f"got {config.n_samples_per_prompt}",
+        )
+        _require(
+            not config.disable_compute_advantages_and_returns,
+            "--disable-compute-advantages-and-returns is for --loss-type sft_loss; policy_loss needs advantages",
+        )
+    _require(
+        not (config.debug_train_only and config.debug_rollout_only),
+        "--debug-train-only and --debug-rollout-only exclude each other",
+    )
+    _require(
+        config.rollout_temperature > 0,
+        f"--rollout-temperature must be above 0 (the trainer divides logits by it), got {config.rollout_temperature}",
+    )
+    for flag, value in (("--rollout-top-p", config.rollout_top_p), ("--eval-top-p", config.eval_top_p)):
+        _require(value is None or 0 < value <= 1, f"{flag} must be in (0, 1], got {value}")
+    for flag, value in (("--rollout-top-k", config.rollout_top_k), ("--eval-top-k", config.eval_top_k)):
+        _require(value is None or value == -1 or value >= 1, f"{flag} must be -1 (off) or at least 1, got {value}")
+    _require(
+        config.eval_temperature is None or config.eval_temperature >= 0,
+        f"--eval-temperature must be 0 (greedy) or above, got {config.eval_temperature}",
+    )
+    _require(0 < config.eps_clip < 1, f"--eps-clip must be between 0 and 1, got {config.eps_clip}")
+    high = config.eps_clip_high
+    _require(
+        high is None or high >= config.eps_clip,
+        f"--eps-clip-high must be at least --eps-clip {config.eps_clip}, got {high}",
+    )
+    _require(
+        config.eps_clip_c is None or config.eps_clip_c > 1, f"--eps-clip-c must be above 1, got {config.eps_clip_c}"
+    )
+    if config.use_kl_loss and config.kl_loss_coef != 0:
+        _require(config.ref_load is not None, "--use-kl-loss needs the reference model: add --ref-load DIR")
+    _require(
+        config.kl_loss_coef == 0 or config.use_kl_loss,
+        f"--kl-loss-coef {config.kl_loss_coef} has no effect without --use-kl-loss; add it or drop the coefficient",
+    )
+
+
+def _check_checkpoints(config: Config) -> None:
+    if config.debug_rollout_only:
+        return
+    tracker = "latest_checkpointed_iteration.txt"
+    if config.ref_load is not None:
+        _require_folder(config.ref_load, "--ref-load", tracker)
+    resumable = config.load is not None and os.path.exists(os.path.join(config.load, tracker))
+    _require(
+        config.ref_load is not None or resumable,
+        "no weights to start from: give --ref-load DIR (made by tools/convert_hf_to_torch_dist.py), or --load DIR "
+        f"with a checkpoint in it (got {config.load})",
+    )
+    if config.save_interval is not None:
+        _require(config.save_interval >= 1, f"--save-interval must be at least 1, got {config.save_interval}")
+        _require(config.save is not None, "--save-interval needs --save DIR")
+    if config.save_hf is not None:
+        _require(config.save is not None, "--save-hf is written from the last checkpoint: it needs --save DIR")
+        _require(
+            not (os.path.isdir(config.save_hf) and os.listdir(config.save_hf)),
+            f"--save-hf: the folder {config.save_hf} is not empty; name a new one",
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    _require(config.lr > 0, f"--lr must be above 0, got {config.lr}")
+    _require(
+        0 <= config.min_lr <= config.lr, f"--min-lr must be between 0 and --lr {config.lr}, got {config.min_lr}"
+    )
+    _require(config.lr_warmup_iters >= 0, f"--lr-warmup-iters must be at least 0, got {config.lr_warmup_iters}")
+    fraction = config.lr_warmup_fraction
+    _require(fraction is None or 0 <= fraction < 1, f"--lr-warmup-fraction must be in [0, 1), got {fraction}")
+    _require(
+        fraction is None or config.lr_warmup_iters == 0,
+        f"give one of --lr-warmup-iters and --lr-warmup-fraction, got {config.lr_warmup_iters} and {fraction}",
+    )
+    for flag, value in (("--adam-beta1", config.adam_beta1), ("--adam-beta2", config.adam_beta2)):
+        _require(0 <= value < 1, f"{flag} must be in [0, 1), got {value}")
+    _require(config.clip_grad >= 0, f"--clip-grad must be at least 0, got {config.clip_grad}")
+
+
+def _check_precision(config: Config) -> None:
+    if config.device == "cpu":
+        _require(config.precision != "bf16", "--precision bf16 needs GPUs; on the CPU use fp32")
+        _require(
+            config.transformer_impl != "transformer_engine",
+            "--transformer-impl transformer_engine needs GPUs; on the CPU use local",
+        )
+    for flag, value in (
+        ("--attention-dropout", config.attention_dropout),
+        ("--hidden-dropout", config.hidden_dropout),
+    ):
+        _require(value == 0, f"{flag} must be 0 (with dropout log-probs are not the policy's), got {value}")
+    if config.recompute_granularity == "full":
+        _require(
+            config.recompute_method is not None and config.recompute_num_layers is not None,
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
+        )
+
+
+def _check_engines(config: Config) -> None:
+    if config.debug_train_only:
+        return
+    per_engine = config.rollout_num_gpus_per_engine
+    _require(per_engine >= 1, f"--rollout-num-gpus-per-engine must be at least 1, got {per_engine}")
+    total = config.rollout_num_gpus or (config.world_size if config.colocate else per_engine)
+    if total % per_engine:
+        raise ConfigError(
+            f"--rollout-num-gpus-per-engine {per_engine} does not divide the {total} GPUs used for generation; "
+            f"the nearest size that does is {_divisors_near(total, per_engine)}"
+        )
+    fraction = config.sglang_mem_fraction_static
+    _require(
+        fraction is None or 0 < fraction < 1, f"--sglang-mem-fraction-static must be between 0 and 1, got {fraction}"
+    )
+
+
+def _check_hooks(config: Config) -> None:
+    load_function(config.rollout_function_path, "--rollout-function-path")
+    for flag, path in (
+        ("--custom-generate-function-path", config.custom_generate_function_path),
+        ("--custom-rm-path", config.custom_rm_path),
+        ("--dynamic-sampling-filter-path", config.dynamic_sampling_filter_path),
+    ):
+        if path is not None:
+            load_function(path, flag)
+
+
+def resolve_device(config: Config) -> None:
+    """Turn `--device auto` into cuda or cpu: cuda when this host shows an NVIDIA device and does not hide it."""
+    if config.device == "auto":
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        present = any(Path("/dev").glob("nvidia[0-9]*"))
+        config.device = "cuda" if present and not hidden else "cpu"

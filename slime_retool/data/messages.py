@@ -1,0 +1,71 @@
+"""Chat messages and tool schemas of a data row, checked and brought to one form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime_retool.data.readers import parse_json
+from slime_retool.errors import DataError
+from slime_retool.types import Message, ToolSchema
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def parse_messages(value: Any, where: str) -> list[Message]:
+    """A conversation: a list of {role, content, ...}, or JSON text of one.
+
+    Keys without a value are dropped, a missing `content` becomes "", and `tool_calls` (a list or JSON text) get
+    arguments that are objects, so that both spellings of arguments render to the same prompt.
+
+    Raises DataError, naming `where`, for anything else.
+    """
+    messages = parse_json(value, where)
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where} must be a list of messages with at least one entry, got {str(messages)[:80]!r}")
+    return [_parse_message(message, f"{where}, message {i}") for i, message in enumerate(messages)]
+
+
+def parse_tools(value: Any, where: str) -> list[ToolSchema] | None:
+    """Tool schemas: a list of objects, or JSON text of one (also of each entry). None when there are none."""
+    tools = parse_json(value, where) if value else None
+    if not tools:
+        return None
+    if isinstance(tools, dict):
+        tools = [tools]
+    if not isinstance(tools, list):
+        raise DataError(f"{where} must be a list of tool schemas, got {str(tools)[:80]!r}")
+    tools = [parse_json(tool, where) for tool in tools]
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{where}: a tool schema must be an object with a function name, got {str(tool)[:80]!r}")
+    return tools
+
+
+def _parse_message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict) or value.get("role") not in ROLES:
+        raise DataError(f"{where} must be an object whose role is one of {', '.join(ROLES)}; got {str(value)[:80]!r}")
+    message = {key: item for key, item in value.items() if item is not None}
+    message.setdefault("content", "")
+    if not isinstance(message["content"], str):
+        raise DataError(f"{where}: content must be text, got {type(message['content']).__name__}")
+    calls = parse_json(message.pop("tool_calls", None) or [], f"{where}, tool_calls")
+    if calls and message["role"] != "assistant":
+        raise DataError(f"{where}: only an assistant message can hold tool_calls, this one's role is {message['role']}")
+    if not isinstance(calls, list):
+        raise DataError(f"{where}: tool_calls must be a list, got {str(calls)[:80]!r}")
+    if calls:
+        message["tool_calls"] = [_parse_call(call, f"{where}, tool_calls") for call in calls]
+    return message
+
+
+def _parse_call(value: Any, where: str) -> dict[str, Any]:
+    call = parse_json(value, where)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: a call must be an object with a function name, got {str(call)[:80]!r}")
+    arguments = parse_json(function.get("arguments") or {}, f"{where}, arguments of {function['name']}")
+    if not isinstance(arguments, dict):
+        raise DataError(f"{where}: arguments of {function['name']} must be an object, got {str(arguments)[:80]!r}")
+    kept = {key: item for key, item in call.items() if key not in ("function", "name", "arguments")}
+    return {"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}}

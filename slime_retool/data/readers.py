@@ -1,0 +1,109 @@
+"""Rows of .jsonl and .parquet files as plain dicts, in file order; and the same two formats written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slime_retool.errors import ConfigError, DataError
+
+Row = dict[str, Any]
+"""One data row: column name -> plain Python value (str, int, float, bool, None, list, dict)."""
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """All rows of a .jsonl or .parquet file.
+
+    Parquet stores a list of objects as one struct type, so that every object has every object's keys, filled with
+    null. Such nulls (inside a column, not the column itself) are removed again. JSON lines are returned as written.
+
+    Raises ConfigError for a missing file or an unknown extension, DataError for a file that cannot be read; the
+    message names the line where one is at fault.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"data file {str(path)!r} does not exist; check the path")
+    if path.suffix == ".jsonl":
+        rows = _read_jsonl(path)
+    elif path.suffix == ".parquet":
+        rows = _read_parquet(path)
+    else:
+        raise ConfigError(f"data file {str(path)!r} must end in .jsonl or .parquet")
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    return rows
+
+
+def write_rows(path: str | Path, rows: Iterable[Row]) -> int:
+    """Write rows as .jsonl or .parquet (by extension), making missing folders; returns how many were written.
+
+    Raises ConfigError for another extension, DataError for values that parquet cannot hold.
+    """
+    path = Path(path)
+    rows = list(rows)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"output file {str(path)!r} must end in .jsonl or .parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_bytes(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        return len(rows)
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    try:
+        table = pyarrow.table({key: [row.get(key) for row in rows] for key in columns})
+        pyarrow.parquet.write_table(table, path)
+    except (pyarrow.ArrowException, TypeError) as error:
+        raise DataError(f"parquet cannot hold these rows ({error}); write .jsonl instead") from error
+    return len(rows)
+
+
+def parse_json(value: Any, where: str) -> Any:
+    """`value` itself, or what it says when it is JSON text. DataError, naming `where`, for other text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DataError(f"{where} must be a list or object, or JSON text of one: {error}; got {value[:80]!r}") from None
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows = []
+    # Lines end at \n only: text may hold other line separators (U+2028, U+0085) which str.splitlines would cut at.
+    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode())
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: not valid JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: every line must be a JSON object, got {type(row).__name__}")
+        rows.append(row)
+    return rows
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows: list[Row] = []
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                rows += batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from error
+    return [{key: _without_nulls(value) for key, value in row.items()} for row in rows]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -1,0 +1,182 @@
+"""Control of one running SGLang server: pause, flush, weight updates, checksums. Synchronous.
+
+The order of a weight update (each step for every engine before the next):
+
+    pause()  ->  flush_cache()  ->  update_weights_from_distributed(...) per bucket  ->  flush_cache()  ->  resume()
+
+SGLang flushes its cache by itself after an update, but asserts that this works, and a failed assertion ends the
+server; so updates are sent with `flush_cache: false` and flushing is a step of its own that reports an error.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, Literal
+
+from slime_retool.engine.checksum import REPORT_LOADER
+from slime_retool.errors import WeightUpdateError
+
+# Engines are reached directly, whatever proxy the environment names.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class EngineAdmin:
+    """Client of one server's control endpoints.
+
+    Every method but `health` raises WeightUpdateError, with the server's own words, when the server refuses,
+    cannot be reached or takes longer than `timeout` seconds.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 300.0) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+
+    def health(self, timeout: float = 5.0) -> bool:
+        """Whether the server answers its health check; never raises."""
+        try:
+            with _opener.open(f"{self.url}/health", timeout=timeout) as reply:
+                return reply.status == 200
+        except (OSError, ValueError):
+            return False
+
+    def weight_version(self) -> str:
+        """The version that the server reports with every completion."""
+        return str(json.loads(self._request("/model_info", None))["weight_version"])
+
+    def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+        """Stop generating. New requests wait until `resume`.
+
+        "abort" ends running requests (finish reason "abort") and returns when none is left; "retract" puts them
+        back into the queue and recomputes their cache later; "in_place" freezes them with their cache.
+        """
+        self._post("/pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        """Go on generating after `pause`."""
+        self._post("/continue_generation", {})
+
+    def flush_cache(self, wait: float = 60.0) -> None:
+        """Forget all cached prefixes (they belong to the old weights); waits up to `wait` seconds for idleness."""
+        self._request(f"/flush_cache?timeout={wait}", {})
+
+    def abort_all(self) -> None:
+        """End all running and waiting requests with finish reason "abort"."""
+        self._post("/abort_request", {"abort_all": True})
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "slime_retool",
+        backend: Literal["gloo", "nccl"] = "gloo",
+    ) -> None:
+        """Join the process group over which weights are broadcast; rank of TP rank r is `rank_offset + r`.
+
+        Blocks until all `world_size` ranks are there, so the trainer (rank 0) must join at the same time,
+        from another thread.
+        """
+        self._post(
+            "/init_weights_update_group",
+            {
+                "master_address": master_address,
+                "master_port": master_port,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "group_name": group_name,
+                "backend": backend,
+            },
+        )
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str = "slime_retool",
+        weight_version: int | None = None,
+    ) -> None:
+        """Receive tensors with Hugging Face names, broadcast by rank 0 in this order.
+
+        `dtypes` are torch's names ("float32", "bfloat16"). Blocks until they are loaded; the sender broadcasts
+        at the same time, from another thread. `weight_version` is given with the last bucket only. The cache is
+        not flushed: call `flush_cache`.
+        """
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "flush_cache": False}
+        self._post("/update_weights_from_distributed", body | _version(weight_version))
+
+    def update_weights_from_disk(self, path: str, weight_version: int | None = None) -> None:
+        """Load a Hugging Face checkpoint folder. The cache is not flushed: call `flush_cache`."""
+        self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False} | _version(weight_version))
+
+    def destroy_weights_update_group(self, group_name: str = "slime_retool") -> None:
+        """Leave the group that `init_weights_update_group` joined."""
+        self._post("/destroy_weights_update_group", {"group_name": group_name})
+
+    def weight_checksums(self) -> dict[str, str]:
+        """{Hugging Face name: SHA-256 hex} of the weights the engine holds now; see `engine.checksum`.
+
+        For engines of one device (no tensor parallelism) that share this host's file system for temporary
+        files, started by `EngineProcess`, which registers the function that computes them.
+        """
+        import torch
+
+        with tempfile.TemporaryDirectory(prefix="slime-retool-checksums-") as folder:
+            path = Path(folder) / "checksums.json"
+            # SGLang moves every value to its device before it calls the loader, so a value must be a tensor.
+            payload = base64.b64encode(pickle.dumps([(str(path), torch.empty(0))])).decode()
+            body = {"serialized_named_tensors": [payload], "load_format": REPORT_LOADER, "flush_cache": False}
+            self._post("/update_weights_from_tensor", body)
+            answer = json.loads(path.read_text())
+        if "error" in answer:
+            raise WeightUpdateError(f"{self.url} could not compute checksums: {answer['error']}")
+        return answer["checksums"]
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        """POST JSON; a reply with `success: false` is an error whatever its HTTP status."""
+        text = self._request(path, body)
+        try:
+            reply = json.loads(text) if text else {}
+        except ValueError:
+            return
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise WeightUpdateError(f"{self.url}{path} refused: {reply.get('message') or text}")
+
+    def _request(self, path: str, body: dict[str, Any] | None) -> str:
+        request = urllib.request.Request(
+            self.url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with _opener.open(request, timeout=self.timeout) as reply:
+                return reply.read().decode("utf-8", "replace")
+        except urllib.error.HTTPError as error:
+            text = error.read().decode("utf-8", "replace").strip()
+            raise WeightUpdateError(f"{self.url}{path} answered HTTP {error.code}: {_message(text)}") from error
+        except TimeoutError as error:
+            raise WeightUpdateError(f"{self.url}{path} did not answer within {self.timeout:g} s") from error
+        except (OSError, ValueError) as error:
+            raise WeightUpdateError(f"{self.url}{path} cannot be reached: {error}") from error
+
+
+def _version(weight_version: int | None) -> dict[str, str]:
+    return {} if weight_version is None else {"weight_version": str(weight_version)}
+
+
+def _message(text: str) -> str:
+    """The server's own sentence, where the reply has one."""
+    try:
+        reply = json.loads(text)
+    except ValueError:
+        return text or "(no message)"
+    if isinstance(reply, dict):
+        return str(reply.get("message") or reply.get("error") or text)
+    return text

@@ -1,0 +1,163 @@
+"""Start, watch and end a server process that never outlives its owner."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from slime_retool.engine import supervisor
+from slime_retool.errors import SlimeRetoolError
+
+TAIL_LINES = 25
+PORT_TRIES = 4
+# What the log of a server says when another process took its port between our choice and its bind.
+PORT_TAKEN = ("address already in use", "addrinuse", "port is not available", "is already in use")
+
+
+class ServerError(SlimeRetoolError, RuntimeError):
+    """A server did not start or ended by itself; the message holds the end of its log."""
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """`count` different free TCP ports outside of the range that the kernel gives to outgoing connections.
+
+    Another process may still take one before it is bound, so whoever uses them starts anew with others on a collision.
+    """
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(min(20000, low - 1), low) if low > 12000 else range(61000, 65000)
+    held: list[socket.socket] = []
+    try:
+        for port in random.SystemRandom().sample(candidates, min(len(candidates), count + 400)):
+            server = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            try:
+                server.bind((host, port))
+            except OSError:
+                server.close()
+                continue
+            held.append(server)
+            if len(held) == count:
+                return [server.getsockname()[1] for server in held]
+    finally:
+        for server in held:
+            server.close()
+    raise ServerError(f"found only {len(held)} of {count} free ports on {host}")
+
+
+def answers(url: str, timeout: float = 2.0) -> bool:
+    """Whether a GET of `url` is answered with 200."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=timeout) as reply:
+            return reply.status == 200
+    except (OSError, ValueError):
+        return False
+
+
+class Probe(Protocol):
+    """Whether the server is ready; called until it is."""
+
+    def __call__(self) -> bool: ...
+
+
+class SupervisedProcess:
+    """One command under a supervisor (`engine.supervisor`): own session, log file, ended with all its children.
+
+    It ends at `stop`, at the end of a `with` block, and with this process, however that ends.
+    """
+
+    def __init__(
+        self, command: list[str], *, log_path: Path, environment: Mapping[str, str], grace: float = 5.0
+    ) -> None:
+        """Start at once. `environment` is the whole environment; `grace`: seconds between SIGTERM and SIGKILL."""
+        self.command, self.log_path, self._grace = command, log_path, grace
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        read_end, self._lifeline = os.pipe()
+        try:
+            with open(log_path, "ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, supervisor.__file__, str(read_end), str(grace), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                    pass_fds=(read_end,),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(read_end)
+        self._stopped = False
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor; the server is its only child."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def log_tail(self) -> str:
+        """The last lines that the server wrote."""
+        with open(self.log_path, "rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - 20_000))
+            lines = log.read().decode("utf-8", "replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def wait_until_ready(self, ready: Probe, timeout: float, what: str) -> None:
+        """Poll `ready` until it is true; raises ServerError when the process ends before, or after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if not self.alive:
+                raise ServerError(
+                    f"{what} ended with status {self._process.returncode} while starting; end of {self.log_path}:\n"
+                    f"{self.log_tail()}"
+                )
+            if ready():
+                return
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"{what} was not ready after {timeout:g} s; end of {self.log_path}:\n{self.log_tail()}"
+                )
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End the server and every process it started; safe to call twice."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self.alive:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(self._grace + 10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the kernel then kills the server, see engine.supervisor
+            self._process.wait()
+        os.close(self._lifeline)
+
+    def __enter__(self) -> SupervisedProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def port_was_taken(error: ServerError) -> bool:
+    """Whether a failed start is worth another try with another port."""
+    text = str(error).lower()
+    return any(words in text for words in PORT_TAKEN)

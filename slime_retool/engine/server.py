@@ -1,0 +1,243 @@
+"""One SGLang server as a supervised process: flags from the configuration, start, health, end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import slime_retool
+from slime_retool.config import Config
+from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.checksum import REPORT_LOADER
+from slime_retool.engine.process import (
+    PORT_TRIES,
+    ServerError,
+    SupervisedProcess,
+    answers,
+    free_ports,
+    port_was_taken,
+)
+from slime_retool.errors import ConfigError
+
+Flags = dict[str, list[str]]
+
+# A CPU serves any model in float32 with torch's own attention (measured with SGLang 0.5.15.post1).
+CPU_FLAGS: Flags = {
+    "--device": ["cpu"],
+    "--dtype": ["float32"],
+    "--attention-backend": ["torch_native"],
+    "--sampling-backend": ["pytorch"],
+    "--disable-overlap-schedule": [],
+    "--skip-server-warmup": [],
+    "--mem-fraction-static": ["0.1"],
+}
+CPU_KV_TOKENS = 65_536
+"""Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
+SPARE_CONTEXT = 8
+"""SGLang keeps a position or two of the context for itself."""
+
+# Flags that hold a value of the run; the right-hand side says where to set it instead.
+OWNED_FLAGS = {
+    "--model-path": "--hf-checkpoint",
+    "--model": "--hf-checkpoint",
+    "--host": "the engine's own address",
+    "--port": "a free port, chosen at start",
+    "--tp-size": "--rollout-num-gpus-per-engine",
+    "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
+    "--device": "--device",
+    "--random-seed": "--seed",
+    "--context-length": "--rollout-max-context-len",
+    "--weight-version": "the count of weight updates",
+    "--custom-weight-loader": "the loader that computes checksums",
+    "--mem-fraction-static": "--sglang-mem-fraction-static",
+    "--max-total-tokens": "--sglang-max-total-tokens",
+}
+
+
+def server_flags(config: Config, *, model_path: str, rank: int = 0) -> Flags:
+    """Flags of `sglang.launch_server` except host and port.
+
+    Undeclared `--sglang-*` flags replace our defaults; one that collides with a value of the run (`OWNED_FLAGS`)
+    raises ConfigError.
+    """
+    for name in config.sglang_server_flags:
+        if name in OWNED_FLAGS:
+            raise ConfigError(
+                f"--sglang-{name.removeprefix('--')} cannot be passed through: {name} is set from {OWNED_FLAGS[name]}"
+            )
+    flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)
+    flags |= config.sglang_server_flags
+    flags |= {
+        "--model-path": [model_path],
+        "--tp-size": [str(config.rollout_num_gpus_per_engine if config.on_cuda else 1)],
+        "--random-seed": [str(config.seed + rank)],
+        "--weight-version": ["0"],
+        "--custom-weight-loader": [REPORT_LOADER],
+    }
+    if config.sglang_mem_fraction_static is not None:
+        flags["--mem-fraction-static"] = [str(config.sglang_mem_fraction_static)]
+    if config.rollout_max_context_len is not None:
+        flags["--context-length"] = [str(_context_length(config.rollout_max_context_len, model_path))]
+    if (tokens := kv_tokens(config)) is not None:
+        flags["--max-total-tokens"] = [str(tokens)]
+    return flags
+
+
+def kv_tokens(config: Config) -> int | None:
+    """Tokens in one engine's KV cache; None leaves it to SGLang (what the memory holds)."""
+    if config.sglang_max_total_tokens is not None or config.on_cuda:
+        return config.sglang_max_total_tokens
+    longest = config.rollout_max_context_len or (
+        (config.rollout_max_prompt_len or 1024) + max(config.rollout_max_response_len, config.eval_max_response_len or 0)
+    )
+    prompts = config.over_sampling_batch_size or config.rollout_batch_size or 16
+    samples = math.ceil(prompts * config.n_samples_per_prompt / max(1, config.num_engines))
+    return max(longest + 2 * SPARE_CONTEXT, min(samples * longest, CPU_KV_TOKENS))
+
+
+def _context_length(wanted: int, model_path: str) -> int:
+    """Room for `wanted` tokens, but no more than the model's positions (SGLang would refuse to start)."""
+    path = Path(model_path) / "config.json"
+    model = json.loads(path.read_text()) if path.is_file() else {}
+    positions = model.get("max_position_embeddings")
+    scaled = bool(model.get("rope_scaling"))
+    return wanted + SPARE_CONTEXT if positions is None or scaled else min(wanted + SPARE_CONTEXT, positions)
+
+
+def server_environment(config: Config, devices: Sequence[int] | None) -> dict[str, str]:
+    """The server's whole environment: this process's, with the device settled."""
+    environment = dict(os.environ)
+    # Schedulers import engine.checksum, also when the package is not installed but run from its folder.
+    root = str(Path(slime_retool.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    # /health answers at once, also while generation is paused for a weight update or the engine is saturated.
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+    if not config.on_cuda:
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    elif devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    return environment
+
+
+class EngineProcess:
+    """One running SGLang server. Constructing it starts the process and waits until it is healthy."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_path: str | None = None,
+        rank: int = 0,
+        devices: Sequence[int] | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Start engine number `rank` on GPUs `devices` (CUDA ordinals; None: those that this process sees).
+
+        `model_path` defaults to --hf-checkpoint. Raises ConfigError for flags that cannot work, ServerError (with
+        the log's end) when the server dies or is not healthy within --sglang-startup-timeout.
+        """
+        path = model_path or config.hf_checkpoint
+        if path is None:
+            raise ConfigError("an engine needs --hf-checkpoint: weights, tokenizer and config to start from")
+        self.rank, self.host = rank, host
+        self.log_path = Path(config.output_dir) / "logs" / f"engine_{rank}.log"
+        flags = server_flags(config, model_path=path, rank=rank)
+        environment = server_environment(config, devices)
+        for attempt in range(PORT_TRIES):
+            self.port = free_ports(1, host)[0]
+            self._process = SupervisedProcess(
+                _command(flags | {"--host": [host], "--port": [str(self.port)]}),
+                log_path=self.log_path,
+                environment=environment,
+            )
+            try:
+                self._process.wait_until_ready(
+                    lambda: answers(f"{self.url}/health"), config.sglang_startup_timeout, f"SGLang engine {rank}"
+                )
+                return
+            except ServerError as error:
+                self._process.stop()
+                if attempt == PORT_TRIES - 1 or not port_was_taken(error):
+                    raise
+            except BaseException:
+                self._process.stop()
+                raise
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor above the server."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    def admin(self, *, timeout: float = 300.0) -> EngineAdmin:
+        """A client of the control endpoints."""
+        return EngineAdmin(self.url, timeout=timeout)
+
+    def log_tail(self) -> str:
+        return self._process.log_tail()
+
+    def stop(self) -> None:
+        """End the server and all its children; safe to call twice."""
+        self._process.stop()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start_engines(
+    config: Config,
+    *,
+    model_path: str | None = None,
+    devices: Sequence[Sequence[int]] | None = None,
+    host: str = "127.0.0.1",
+) -> list[EngineProcess]:
+    """Start `config.num_engines` engines at the same time; `devices[i]` are engine i's GPUs.
+
+    When one fails the others are ended and its error is raised.
+    """
+    count = config.num_engines
+    if devices is not None and len(devices) != count:
+        raise ConfigError(f"{count} engines need {count} device lists, got {len(devices)}")
+
+    def start(rank: int) -> EngineProcess:
+        own = None if devices is None else devices[rank]
+        return EngineProcess(config, model_path=model_path, rank=rank, devices=own, host=host)
+
+    with ThreadPoolExecutor(max_workers=max(1, count)) as pool:
+        futures = [pool.submit(start, rank) for rank in range(count)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        stop_all([future.result() for future in futures if future.exception() is None])
+        raise errors[0]
+    return [future.result() for future in futures]
+
+
+def stop_all(processes: Sequence[EngineProcess]) -> None:
+    """End several engines at the same time."""
+    with ThreadPoolExecutor(max_workers=max(1, len(processes))) as pool:
+        list(pool.map(lambda process: process.stop(), processes))
+
+
+def _command(flags: Flags) -> list[str]:
+    return [sys.executable, "-m", "sglang.launch_server"] + [
+        word for name, values in flags.items() for word in (name, *values)
+    ]

@@ -1,0 +1,95 @@
+"""Run one command and make sure that nothing of it outlives whoever asked for it.
+
+    python supervisor.py LIFELINE_FD GRACE_SECONDS COMMAND...
+
+The command runs in a session of its own. It ends when it ends itself, when this process gets SIGTERM or
+SIGINT, or when the lifeline (a pipe whose other end only the owner holds) closes, which happens even when the owner is
+killed with SIGKILL. Ending means: SIGTERM to its process group, at most GRACE_SECONDS of patience, then SIGKILL to
+all that is left. Processes that the command leaves behind are adopted (PR_SET_CHILD_SUBREAPER) and ended too.
+Should this process itself be killed, the kernel kills the command (PR_SET_PDEATHSIG).
+
+Why not PR_SET_PDEATHSIG alone: it fires when the *thread* that started the process ends, and it does not reach
+grandchildren. Exit status: the command's, or 128 + signal.
+
+Linux only. Runs as a file of its own; standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_SECONDS = 0.2
+
+
+def main(lifeline: int, grace: float, command: list[str]) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    asked_to_stop: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, _frame: asked_to_stop.append(received))
+    child = subprocess.Popen(
+        command,
+        start_new_session=True,
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+    )
+    while child.poll() is None and not asked_to_stop:
+        readable, _, _ = select.select([lifeline], [], [], POLL_SECONDS)
+        if readable:  # end of file: the owner is gone (it never writes)
+            break
+    _signal_group(child.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline:
+        if child.poll() is not None and not _children():
+            break
+        _reap(child.pid)
+        time.sleep(POLL_SECONDS / 4)
+    _signal_group(child.pid, signal.SIGKILL)
+    code = child.wait()
+    while children := _children():  # adopted processes, whatever session they are in
+        for pid in children:
+            _kill(pid)
+        _reap(child.pid)
+        time.sleep(POLL_SECONDS / 10)
+    return code if code >= 0 else 128 - code
+
+
+def _signal_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _children() -> list[int]:
+    """Our children: the command until it is reaped, and whatever it left behind."""
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def _reap(command_pid: int) -> None:
+    """Collect ended adopted children; the command itself is left to Popen."""
+    for pid in _children():
+        if pid != command_pid:
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,51 @@
+"""One small hierarchy of errors, by the boundary at which something failed.
+
+A failed rollout is data, not a crash: `RolloutError`s are caught once, at the sample they belong to, and
+counted by `boundary`. Everything a user can cause in a configuration is a `ConfigError` (a `ValueError`).
+"""
+
+from __future__ import annotations
+
+
+class SlimeRetoolError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(SlimeRetoolError, ValueError):
+    """A configuration that cannot work; the message names the rule, the value seen and the fix."""
+
+
+class DataError(SlimeRetoolError, ValueError):
+    """A data file or row that cannot be used; the message names file and row."""
+
+
+class CheckpointError(SlimeRetoolError, ValueError):
+    """A checkpoint that is missing, incomplete or of another model."""
+
+
+class WeightUpdateError(SlimeRetoolError, RuntimeError):
+    """An engine did not take the new weights. Training stops: stale weights are never used silently."""
+
+
+class RolloutError(SlimeRetoolError, RuntimeError):
+    """One sample could not be generated or scored. `boundary` names the part that failed."""
+
+    boundary = "rollout"
+
+
+class EngineError(RolloutError):
+    """The inference engine refused, failed or timed out after retries."""
+
+    boundary = "engine"
+
+
+class ToolUnavailable(RolloutError):
+    """A tool's back end (the sandbox) is down: an outage, never an observation the model is trained on."""
+
+    boundary = "tool"
+
+
+class RewardError(RolloutError):
+    """The reward function raised, timed out or returned something that is not a score."""
+
+    boundary = "reward"

@@ -1,0 +1,74 @@
+"""`--rollout-function-path` of SFT: conversations become training samples, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from slime_retool.errors import DataError
+from slime_retool.rollout.context import DataSource, RolloutContext
+from slime_retool.rollout.rendering import tokenize_conversation
+from slime_retool.types import RolloutBatch, Sample, TrainSample
+
+logger = logging.getLogger(__name__)
+
+
+async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
+    """The next `rollout_batch_size` usable conversations as token ids and loss masks.
+
+    A conversation that is longer than `rollout_max_context_len`, or that the chat template cannot render, is left
+    out and counted, never cut (a cut answer teaches an unfinished one); the next row takes its place.
+
+    Raises DataError when `max_sampling_rounds` times as many rows did not fill the batch.
+    """
+    # In a thread: rendering is pure CPU work and must not hold the event loop.
+    return await asyncio.to_thread(_make_batch, context, data)
+
+
+def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
+    config = context.config
+    assert config.rollout_batch_size is not None
+    limit = config.rollout_max_context_len
+    kept: list[TrainSample] = []
+    too_long = refused = drawn = 0
+    reason = ""
+    while len(kept) < config.samples_per_rollout:
+        if drawn >= config.max_sampling_rounds * config.samples_per_rollout:
+            raise DataError(
+                f"{len(kept)} of {drawn} conversations can be trained on, a batch needs {config.samples_per_rollout}: "
+                f"{too_long} have more than --rollout-max-context-len {limit} tokens, {refused} were refused"
+                + (f", the last because {reason}" if reason else "")
+            )
+        missing = config.samples_per_rollout - len(kept)
+        groups = data.next_groups(missing // config.n_samples_per_prompt)
+        for sample in (sample for group in groups for sample in group):
+            drawn += 1
+            try:
+                train_sample = _to_train_sample(context, sample)
+            except DataError as error:
+                refused, reason = refused + 1, str(error)
+                logger.warning("conversation %d left out: %s", sample.index, error)
+                continue
+            if limit is not None and train_sample.length > limit:
+                too_long += 1
+            else:
+                kept.append(train_sample)
+    metrics = {
+        "rollout/samples": len(kept),
+        "rollout/tokens": sum(sample.length for sample in kept),
+        "rollout/supervised_tokens": sum(sample.num_loss_tokens for sample in kept),
+        "rollout/skipped_too_long": too_long,
+        "rollout/skipped_refused": refused,
+    }
+    return RolloutBatch(kept, {name: float(value) for name, value in metrics.items()})
+
+
+def _to_train_sample(context: RolloutContext, sample: Sample) -> TrainSample:
+    if isinstance(sample.prompt, str):
+        raise DataError(
+            "SFT needs conversations, this row's prompt is plain text; point --input-key at the column of messages"
+        )
+    tokens, loss_mask = tokenize_conversation(context.tokenizer, sample.prompt, sample.tools)
+    if loss_mask:
+        loss_mask[0] = 0
+    return TrainSample(tokens, loss_mask, index=sample.index, group_index=sample.group_index)

@@ -1,0 +1,204 @@
+"""The training loop: `python -m slime_retool.train FLAGS` (`--help` lists them).
+
+    generate -> train -> save -> update the engines' weights -> evaluate
+
+Exit codes: 0 done, 1 a failure while running, 2 a mistake in the configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+from megatron_bridge import flags
+from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.errors import ConfigError, SlimeRetoolError
+from slime_retool.observe.metrics import Metrics
+
+logger = logging.getLogger("slime_retool")
+PROG = "slime_retool.train"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, validate, run. Returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    config = parse_config(argv, PROG)
+    try:
+        resolve_device(config)
+        validate(config)
+    except ConfigError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 2
+    if config.dry_run:
+        print(" \\\n  ".join([f"python -m {PROG}", *_flag_lines(config)]))
+        return 0
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        run(config)
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted; everything it started has been ended", file=sys.stderr)
+        return 130
+    except ConfigError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 2
+    except SlimeRetoolError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+def _interrupt(signum: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _flag_lines(config: Config) -> list[str]:
+    """The resolved configuration as flags, one option a line."""
+    lines: list[str] = []
+    for token in flags.to_flags(config):
+        if token.startswith("--"):
+            lines.append(token)
+        else:
+            lines[-1] += f" {token!r}" if " " in token else f" {token}"
+    for name, values in config.sglang_server_flags.items():
+        lines.append(" ".join([f"--sglang-{name.removeprefix('--')}", *values]))
+    return lines
+
+
+def run(config: Config) -> None:
+    """Run the whole loop. Whatever it starts is ended when it returns or raises."""
+    # Imported here, so that --help and configuration errors answer at once.
+    from slime_retool.cluster.cluster import Cluster
+    from slime_retool.rollout.manager import RolloutManager
+
+    os.makedirs(config.output_dir, exist_ok=True)
+    metrics = Metrics(config)
+    rollout: RolloutManager | None = None
+    try:
+        with Cluster(config) as cluster:
+            rollout = RolloutManager(config)
+            try:
+                if config.num_rollout is None:
+                    assert config.num_epoch is not None and config.rollout_batch_size is not None
+                    config.num_rollout = math.ceil(config.num_epoch * rollout.num_rows / config.rollout_batch_size)
+                Loop(config, cluster, rollout, metrics).run()
+            finally:
+                rollout.close()
+    finally:
+        metrics.close()
+
+
+class Loop:
+    """The loop's state: where it is, and the parts it drives."""
+
+    def __init__(self, config: Config, cluster: Any, rollout: Any, metrics: Metrics) -> None:
+        self._config, self._cluster, self._rollout, self._metrics = config, cluster, rollout, metrics
+
+    def run(self) -> None:
+        config = self._config
+        assert config.num_rollout is not None
+        first = self._start()
+        if first >= config.num_rollout:
+            logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, config.num_rollout)
+        if config.eval_interval is not None and not config.skip_eval_before_train and first < config.num_rollout:
+            self._evaluate(first - 1)
+        bar = tqdm(
+            range(first, config.num_rollout),
+            initial=first,
+            total=config.num_rollout,
+            desc="training" if config.debug_train_only else "rollouts",
+            disable=config.no_progress,
+        )
+        for rollout_id in bar:
+            figures = self._step(rollout_id)
+            bar.set_postfix(_headline(figures))
+        if config.save_hf is not None:
+            self._export()
+
+    def _start(self) -> int:
+        """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
+        config, cluster = self._config, self._cluster
+        first = 0
+        if not config.debug_rollout_only:
+            logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
+            first, state = cluster.start_trainers()
+            if "data" in state:
+                self._rollout.load_state_dict(state["data"])
+        if config.num_engines:
+            logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
+            urls = cluster.start_engines()
+            self._rollout.connect(cluster.start_router(urls))
+            if not config.debug_rollout_only:
+                cluster.connect_engines(urls)
+                cluster.update_weights()
+        return first
+
+    def _step(self, rollout_id: int) -> dict[str, float]:
+        config, cluster = self._config, self._cluster
+        assert config.num_rollout is not None
+        figures: dict[str, float] = {}
+        started = time.monotonic()
+        batch = self._rollout.generate(rollout_id)
+        figures |= batch.metrics
+        figures["time/rollout_s"] = time.monotonic() - started
+        last = rollout_id + 1 == config.num_rollout
+        if not config.debug_rollout_only:
+            begin = time.monotonic()
+            figures |= cluster.train(batch, rollout_id)
+            figures["time/train_s"] = time.monotonic() - begin
+            if config.save is not None and (last or self._due(config.save_interval, rollout_id)):
+                cluster.save(rollout_id, {"data": self._rollout.state_dict()})
+            if config.num_engines:
+                begin = time.monotonic()
+                cluster.check()
+                figures["rollout/weight_version"] = float(cluster.update_weights())
+                figures["time/update_weights_s"] = time.monotonic() - begin
+        figures["time/step_s"] = time.monotonic() - started
+        self._metrics.log(rollout_id, figures)
+        if self._due(config.eval_interval, rollout_id) or (last and config.eval_interval is not None):
+            self._evaluate(rollout_id)
+        return figures
+
+    @staticmethod
+    def _due(interval: int | None, rollout_id: int) -> bool:
+        return interval is not None and (rollout_id + 1) % interval == 0
+
+    def _evaluate(self, rollout_id: int) -> None:
+        """Evaluate the weights after `rollout_id` (-1: before any training)."""
+        started = time.monotonic()
+        figures = self._rollout.evaluate(rollout_id)
+        figures["time/eval_s"] = time.monotonic() - started
+        self._metrics.log(rollout_id, figures)
+        accuracy = {name: value for name, value in figures.items() if name.endswith("/accuracy")}
+        logger.info("rollout %d: %s", rollout_id, ", ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
+
+    def _export(self) -> None:
+        from megatron_bridge.convert import torch_dist_to_hf
+
+        config = self._config
+        assert config.save is not None and config.save_hf is not None and config.hf_checkpoint is not None
+        torch_dist_to_hf(Path(config.save), Path(config.save_hf), Path(config.hf_checkpoint))
+        logger.info("wrote the Hugging Face checkpoint %s", config.save_hf)
+
+
+def _headline(figures: dict[str, float]) -> dict[str, str]:
+    """The few figures worth a place beside the progress bar."""
+    wanted = {
+        "train/loss": "loss",
+        "rollout/reward_mean": "reward",
+        "rollout/tool_call_rate": "tools",
+        "train/logprob_abs_diff": "|dlogp|",
+    }
+    return {short: f"{figures[name]:.4g}" for name, short in wanted.items() if name in figures}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

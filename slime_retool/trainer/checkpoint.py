@@ -1,0 +1,176 @@
+"""Saving and loading a trainer's whole state in torch_dist, resumable in any TP/PP/DP layout.
+
+    SAVE/latest_checkpointed_iteration.txt    written last, so it never names an incomplete checkpoint
+    SAVE/iter_0000003/                        Megatron's files: weights, and keys `optimizer.*`
+    SAVE/iter_0000003/trainer_state.json      rollout id, scheduler step, the caller's `extra`
+    SAVE/iter_0000003/rng.pt                  torch's random state on rank 0
+
+Models have no dropout, so training draws no random numbers after the weights were made; the random state is kept for
+hooks that draw some.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_bridge.checkpoint import (
+    LATEST_FILE,
+    checkpoint_name,
+    latest_iteration,
+    load_model_state,
+    model_state_dict,
+    resolve_checkpoint_dir,
+    write_latest,
+)
+from slime_retool.errors import CheckpointError
+
+STATE_FILE = "trainer_state.json"
+RNG_FILE = "rng.pt"
+OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""Optimizer state laid out like the weights, so that another TP, PP or DP size can read it."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """What a checkpoint holds beside tensors."""
+
+    rollout_id: int
+    scheduler_steps: int
+    with_optimizer: bool
+    extra: dict[str, Any]
+
+
+def exists(root: str) -> bool:
+    """Whether `root` holds a finished checkpoint."""
+    return (Path(root) / LATEST_FILE).is_file()
+
+
+def save(
+    root: str, rollout_id: int, *, module: Any, optimizer: Any | None, scheduler_steps: int, extra: dict[str, Any]
+) -> None:
+    """Write SAVE/iter_{rollout_id}. Collective. A crash at any moment leaves the previous checkpoint in force."""
+    from megatron.core import dist_checkpointing
+
+    final = Path(root) / checkpoint_name(rollout_id)
+    part = final.with_name(final.name + ".part")
+    with_optimizer = optimizer is not None and scheduler_steps > 0  # before the first step Adam has no state
+    state = TrainerState(rollout_id, scheduler_steps, with_optimizer, extra)
+    text = json.dumps(asdict(state), indent=1)  # fails on all ranks alike, before anything is written
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    tensors = model_state_dict([module])
+    if with_optimizer:
+        assert optimizer is not None
+        tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], metadata=dict(OPTIMIZER_FORMAT))
+    dist_checkpointing.save(tensors, str(part))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save(torch.get_rng_state(), part / RNG_FILE)
+        (part / STATE_FILE).write_text(text)
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+        write_latest(root, rollout_id)
+    dist.barrier()
+
+
+def load(root: str, *, module: Any, optimizer: Any) -> TrainerState:
+    """Load the newest checkpoint under `root` into model and optimizer. Collective.
+
+    Options given to this run (learning rate, betas, ...) win over those of the run that saved.
+    Raises CheckpointError when it is incomplete, or of another model.
+    """
+    from megatron.core import dist_checkpointing
+
+    directory = _directory(root)
+    state_path = directory / STATE_FILE
+    if not state_path.is_file():
+        raise CheckpointError(
+            f"{directory} has no {STATE_FILE}: it holds weights only and cannot be resumed; pass it as --ref-load"
+        )
+    try:
+        state = TrainerState(**json.loads(state_path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{state_path} is damaged ({error}); resume from an older checkpoint") from error
+    tensors = model_state_dict([module])
+    if state.with_optimizer:
+        tensors["optimizer"] = optimizer.sharded_state_dict(
+            tensors["model"], is_loading=True, metadata=dict(OPTIMIZER_FORMAT)
+        )
+    loaded = _loading(directory, lambda: dist_checkpointing.load(tensors, str(directory)))
+    load_model_state([module], loaded)
+    if state.with_optimizer:
+        options = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in optimizer.param_groups]
+        _loading(directory, lambda: optimizer.load_state_dict(loaded["optimizer"]))
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)
+    if (directory / RNG_FILE).is_file():
+        torch.set_rng_state(torch.load(directory / RNG_FILE, weights_only=True))
+    return state
+
+
+def load_weights(root: str, module: Any) -> None:
+    """Load only the weights, from a converter's or a trainer's checkpoint. Collective; CheckpointError as in `load`."""
+    from megatron.core import dist_checkpointing
+
+    directory = _directory(root)
+    load_model_state(
+        [module], _loading(directory, lambda: dist_checkpointing.load(model_state_dict([module]), str(directory)))
+    )
+
+
+def _directory(root: str) -> Path:
+    try:
+        directory = resolve_checkpoint_dir(root)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if (directory / LATEST_FILE).is_file():
+        latest_iteration(directory)
+    for name in ("common.pt", "metadata.json"):
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{directory} has no {name}: the checkpoint is incomplete; use another")
+    return directory
+
+
+def _loading(directory: Path, read: Callable[[], T]) -> T:
+    """Run `read`; what Megatron and torch raise about another model or a missing file becomes a CheckpointError."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        return read()
+    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{directory} cannot be loaded: it is incomplete or of another model ({reason[-1]}); "
+            "compare the model flags with those it was made with"
+        ) from error
+
+
+def copy_weights(module: Any, *, pinned: bool) -> dict[str, Tensor]:
+    """A copy of all parameters in host memory (page-locked with `pinned`, for fast copies to the GPU)."""
+    copies = {}
+    for name, parameter in module.named_parameters():
+        copy = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=pinned)
+        copies[name] = copy.copy_(parameter.detach())
+    return copies
+
+
+@torch.no_grad()
+def set_weights(module: Any, weights: dict[str, Tensor]) -> None:
+    """Put copied parameters back, in place."""
+    for name, parameter in module.named_parameters():
+        parameter.copy_(weights[name], non_blocking=True)
+    torch.cuda.synchronize()

@@ -1,0 +1,144 @@
+"""Adam, its learning-rate schedule, and gradient clipping across tensor, pipeline and data parallel ranks.
+
+Learning rate of optimizer step k = 0, 1, ..., with W warm-up steps and D steps in all:
+
+    k <= W   lr * (k + 1) / (W + 1)          no step is spent at learning rate 0
+    k > W    constant: lr
+             linear:   min_lr + (lr - min_lr) * (D - k) / (D - W)
+             cosine:   min_lr + (lr - min_lr) * (1 + cos(pi * (k - W) / (D - W))) / 2
+    k > D    min_lr, unless constant
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_retool.config import Config
+from slime_retool.errors import ConfigError
+
+CONSTANT_STEPS = 2**40
+"""Length of a constant schedule, which never ends."""
+
+
+def build_optimizer(config: Config, model: Any, dtype: torch.dtype) -> Any:
+    """Megatron's Adam (decoupled weight decay, none on one-dimensional parameters) over a DDP-wrapped model."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    optimizer_config = OptimizerConfig(
+        optimizer=config.optimizer,
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(optimizer_config, [model])
+
+
+def schedule_steps(config: Config) -> tuple[int, int]:
+    """(warm-up steps, steps of the whole schedule). ConfigError when the schedule's length is unknown or too short."""
+    total = config.lr_decay_iters
+    if total is None and config.num_rollout is not None:
+        total = config.num_rollout * config.steps_per_rollout
+    needs_total = config.lr_decay_style != "constant" or config.lr_warmup_fraction is not None
+    if needs_total and total is None:
+        raise ConfigError(
+            f"--lr-decay-style {config.lr_decay_style} (or --lr-warmup-fraction) needs the schedule's length: "
+            "give --lr-decay-iters or --num-rollout"
+        )
+    warmup = config.lr_warmup_iters
+    if config.lr_warmup_fraction is not None:
+        assert total is not None
+        warmup = round(config.lr_warmup_fraction * total)
+    if config.lr_decay_style == "constant":
+        return warmup, CONSTANT_STEPS
+    assert total is not None
+    if warmup >= total:
+        raise ConfigError(
+            f"{warmup} warm-up steps leave nothing of a schedule of {total}; lower --lr-warmup-iters or "
+            "--lr-warmup-fraction, or raise --lr-decay-iters"
+        )
+    return warmup, total
+
+
+def build_scheduler(config: Config, optimizer: Any) -> Any:
+    """Megatron's scheduler, set to step 0."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    warmup, total = schedule_steps(config)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=config.lr / (warmup + 1),
+        max_lr=config.lr,
+        min_lr=config.min_lr if config.lr_decay_style != "constant" else min(config.min_lr, config.lr),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=total,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
+
+
+def current_lr(optimizer: Any) -> float:
+    """The learning rate of the next step (all groups share it)."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def grad_norm(optimizer: Any) -> float:
+    """L2 norm of the whole gradient, after `optimizer.prepare_grads()`; the same on every rank.
+
+    Shared (tied) parameters, tensor-parallel duplicates and data-parallel copies count once: Megatron's
+    `get_main_grads_for_grad_norm` leaves out what another rank of the reduction group also holds.
+    """
+    total = None
+    for part in optimizer.chained_optimizers:
+        grads = part.get_main_grads_for_grad_norm()
+        squared = _sum_of_squares(grads)
+        dist.all_reduce(squared, group=part.get_grad_stats_parallel_group())
+        total = squared if total is None else total + squared
+    assert total is not None
+    return float(total.sqrt())
+
+
+def _sum_of_squares(grads: list[Tensor]) -> Tensor:
+    device = torch.cuda.current_device()
+    if not grads:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.stack(torch._foreach_norm(grads)).float().square().sum()
+
+
+@torch.no_grad()
+def clip_gradients(optimizer: Any, max_norm: float, norm: float) -> None:
+    """Scale all gradients by max_norm / norm when the norm is larger; `max_norm` 0 leaves them alone."""
+    if max_norm <= 0 or norm <= max_norm:
+        return
+    seen = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if seen:
+        torch._foreach_mul_(seen, max_norm / norm)
+
+
+def optimizer_step(optimizer: Any, scheduler: Any, max_norm: float) -> tuple[float, bool]:
+    """Clip and step. Returns (gradient norm before clipping, whether the weights were updated).
+
+    A gradient that is not finite updates nothing: one bad batch must not ruin the weights. The learning rate moves
+    on in either case, so that the schedule depends only on the number of steps.
+    """
+    found_inf = optimizer.prepare_grads()
+    norm = grad_norm(optimizer)
+    update = not found_inf and bool(torch.isfinite(torch.tensor(norm)))
+    if update:
+        clip_gradients(optimizer, max_norm, norm)
+        optimizer.step_with_ready_grads()
+    scheduler.step(1)
+    return norm, update

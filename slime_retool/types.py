@@ -1,0 +1,175 @@
+"""The data that flows from prompt to gradient. Pure Python: no torch, no numpy.
+
+Letters: T tokens of one sample (prompt and response), R tokens of its response.
+
+A two-turn sample, as ids (prompt 2 tokens, call 3, observation 2, answer 2):
+
+    tokens             p p | c c c | o o | a a      T = 9
+    loss_mask                1 1 1   0 0   1 1      R = 7
+    rollout_log_probs        x x x   0 0   x x      R = 7
+
+Model output is never decoded and encoded again: `tokens` holds the ids that the engine returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+Message = dict[str, Any]
+"""One chat message: `role`, `content` and, where used, `tool_calls`."""
+
+ToolSchema = dict[str, Any]
+"""One tool in OpenAI's function-calling form: `{"type": "function", "function": {name, description, parameters}}`."""
+
+
+class SampleStatus(str, Enum):
+    """How a sample's generation ended."""
+
+    PENDING = "pending"
+    """Not generated yet, or to be resumed."""
+    COMPLETED = "completed"
+    """The model ended its answer itself."""
+    TRUNCATED = "truncated"
+    """A budget in tokens, turns or tool calls ended it; it is scored and trained on."""
+    ABORTED = "aborted"
+    """Stopped from outside (enough samples, weight update); may be resumed."""
+    FAILED = "failed"
+    """An outage (engine, tool, reward): counted, never trained on."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One prompt and, once generated, one response to it. Hooks (`generate`, `reward_func`) fill it in."""
+
+    prompt: list[Message] | str
+    """Chat messages, or text that is already rendered."""
+    label: str | None = None
+    """The ground truth handed to the reward function."""
+    index: int = 0
+    """Unique within the run."""
+    group_index: int = 0
+    """Shared by the n samples of one prompt."""
+    tools: list[ToolSchema] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Whatever else the data row holds (`metadata` column) and whatever a hook wants to keep."""
+
+    tokens: list[int] = field(default_factory=list)  # [T]
+    response_length: int = 0  # R
+    response: str = ""
+    """Text of the response, observations included: for reading and scoring, never re-encoded."""
+    loss_mask: list[int] = field(default_factory=list)  # [R] 1 = written by the model
+    rollout_log_probs: list[float] = field(default_factory=list)  # [R] 0.0 where loss_mask is 0
+    weight_versions: list[int] = field(default_factory=list)
+    """Weight version of the engine at each turn."""
+    num_turns: int = 0
+    """Assistant turns."""
+    num_tool_calls: int = 0
+    """Executed tool calls."""
+    num_tool_errors: int = 0
+    """Of these, calls whose observation reports an error."""
+    reward: float | dict[str, Any] | None = None
+    status: SampleStatus = SampleStatus.PENDING
+    error: str | None = None
+    """For a FAILED sample: which boundary failed, and how."""
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+    def reset(self) -> None:
+        """Forget any earlier attempt, so that a retry starts from the prompt alone."""
+        self.tokens, self.loss_mask, self.rollout_log_probs, self.weight_versions = [], [], [], []
+        self.response_length = self.num_turns = self.num_tool_calls = self.num_tool_errors = 0
+        self.response, self.reward, self.error = "", None, None
+        self.status = SampleStatus.PENDING
+
+    def append(self, ids: list[int], *, log_probs: list[float] | None) -> None:
+        """Append response tokens: the model's own (with their log-probs) or an observation's (`None`)."""
+        if log_probs is not None and len(log_probs) != len(ids):
+            raise ValueError(f"{len(ids)} tokens came with {len(log_probs)} log-probs; they must be as many")
+        self.tokens += ids
+        self.response_length += len(ids)
+        self.loss_mask += [int(log_probs is not None)] * len(ids)
+        self.rollout_log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
+
+    def check(self) -> None:
+        """Raise ValueError when lengths of tokens, mask and log-probs disagree."""
+        lengths = (self.response_length, len(self.loss_mask), len(self.rollout_log_probs))
+        if len(set(lengths)) != 1 or self.response_length > len(self.tokens):
+            raise ValueError(
+                f"sample {self.index}: response length, loss mask and log-probs must agree, got {lengths} "
+                f"of {len(self.tokens)} tokens"
+            )
+
+    def reward_value(self, key: str | None = None) -> float:
+        """The scalar reward: the number itself, or entry `key` (default "score") of a dict."""
+        if isinstance(self.reward, dict):
+            if (key or "score") not in self.reward:
+                raise ValueError(
+                    f"the reward has no entry {key or 'score'!r}, only {sorted(self.reward)}; set --reward-key"
+                )
+            return float(self.reward[key or "score"])
+        if self.reward is None:
+            raise ValueError(f"sample {self.index} has no reward yet")
+        return float(self.reward)
+
+
+@dataclass(slots=True)
+class TrainSample:
+    """What the trainer needs of one sample; every list has one entry per token (T entries).
+
+    `loss_mask[t] = 1` says that token t is learned: its log-prob is taken from the logits at t - 1, so
+    position 0 is always 0.
+    """
+
+    tokens: list[int]  # [T]
+    loss_mask: list[int]  # [T]
+    rollout_log_probs: list[float] | None = None  # [T], 0.0 where not generated; None in SFT
+    reward: float = 0.0
+    advantage: float = 0.0
+    """Group-relative advantage, the same for all tokens of the sample."""
+    index: int = 0
+    group_index: int = 0
+
+    def __post_init__(self) -> None:
+        same = len(self.tokens) == len(self.loss_mask)
+        if self.rollout_log_probs is not None:
+            same = same and len(self.rollout_log_probs) == len(self.tokens)
+        if not same or not self.tokens or self.loss_mask[0]:
+            raise ValueError(
+                f"train sample {self.index}: tokens, loss mask and log-probs must have one entry per token and "
+                f"the first token is never learned; got {len(self.tokens)} tokens, {len(self.loss_mask)} mask entries"
+            )
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    @classmethod
+    def from_sample(cls, sample: Sample, *, reward: float, advantage: float) -> TrainSample:
+        """Lay a generated sample's response arrays out over all its tokens."""
+        sample.check()
+        before = sample.prompt_length
+        return cls(
+            tokens=list(sample.tokens),
+            loss_mask=[0] * before + sample.loss_mask,
+            rollout_log_probs=[0.0] * before + sample.rollout_log_probs,
+            reward=reward,
+            advantage=advantage,
+            index=sample.index,
+            group_index=sample.group_index,
+        )
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """One rollout's training samples and the figures that describe it."""
+
+    samples: list[TrainSample]
+    metrics: dict[str, float] = field(default_factory=dict)

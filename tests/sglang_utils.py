@@ -1,0 +1,77 @@
+"""A tiny Qwen3 checkpoint and a real SGLang engine for tests (about 20 s to start on a CPU)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from slime_retool.config import Config
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes as tokens 0..255, then `<|im_end|>` 256 (ends a turn), `<|endoftext|>` 257, `<|im_start|>` 258."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_tiny_checkpoint(folder: Path, *, seed: int = 0, tie: bool = True) -> Path:
+    """Write a random 2-layer Qwen3 (grouped K/V heads, odd vocabulary size 259) and its tokenizer to `folder`."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tie,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # sharper than the default init, so that log-probs differ visibly
+            if parameter.dim() > 1:
+                parameter.mul_(6.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def engine_config(checkpoint: Path, output_dir: Path, **overrides: object) -> Config:
+    """A CPU configuration for one small engine on `checkpoint`."""
+    values: dict[str, object] = {
+        "device": "cpu",
+        "hf_checkpoint": str(checkpoint),
+        "output_dir": str(output_dir),
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "rollout_max_response_len": 64,
+        "rollout_max_context_len": 512,
+        "sglang_max_total_tokens": 16384,
+        "sglang_startup_timeout": 240.0,
+        "sglang_server_concurrency": 64,
+        "no_progress": True,
+    }
+    return Config(**{**values, **overrides})

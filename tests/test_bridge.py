@@ -1,0 +1,322 @@
+"""HF <-> torch_dist in one process: flags against config.json, layouts, round trips, the command lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bridge_models import KINDS, save_tiny_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron_bridge.checkpoint import latest_iteration, resolve_checkpoint_dir
+from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
+from megatron_bridge.flags import to_flags
+from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
+from megatron_bridge.layout import from_hf, megatron_shape, merge_tp, split_tp, to_hf
+from megatron_bridge.model_config import check_pipeline, padded_vocab_size
+from megatron_bridge.names import FAMILIES, global_name, megatron_names, split_name
+from megatron_bridge.torch_dist_io import TorchDistReader
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+
+
+@pytest.fixture(scope="module")
+def bf16_checkpoints(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hf")
+    return {kind: save_tiny_model(kind, root / kind, torch.bfloat16) for kind in KINDS}
+
+
+def all_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in sorted(directory.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip_gives_back_every_file_byte_for_byte(kind, bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints[kind]
+    model = model_args_from_hf(read_hf_config(source))
+    directory = convert_hf_to_torch_dist(model, source, tmp_path / "td", tp=2, progress=False)
+    assert latest_iteration(tmp_path / "td") is None and resolve_checkpoint_dir(tmp_path / "td") == directory
+    convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", source, progress=False)
+    files = sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == files
+    assert len([name for name in files if name.endswith(".safetensors")]) > 1
+    for name in files:
+        if name.endswith("index.json"):
+            original, written = (json.loads((d / name).read_text()) for d in (source, tmp_path / "back"))
+            assert written["weight_map"] == original["weight_map"]
+            assert written["metadata"]["total_size"] == sum(t.nbytes for t in all_tensors(source).values())
+        else:
+            assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
+
+
+def test_a_converted_checkpoint_is_laid_out_as_megatron_does(bf16_checkpoints, tmp_path):
+    """Interleaving per key/value head: [q of head 0 | k 0 | v 0 | q of head 1 | ...]; MLP: gate over up."""
+    source = bf16_checkpoints["qwen3"]
+    model = model_args_from_hf(read_hf_config(source))
+    reader = TorchDistReader(convert_hf_to_torch_dist(model, source, tmp_path / "td", progress=False))
+    hf = all_tensors(source)
+    q, k, v = (hf[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv")
+    expected = torch.cat([q[:32], k[:16], v[:16], q[32:], k[16:], v[16:]])
+    assert torch.equal(reader.read("decoder.layers.1.self_attention.linear_qkv.weight"), expected)
+    mlp = torch.cat([hf[f"model.layers.2.mlp.{p}_proj.weight"] for p in ("gate", "up")])
+    assert torch.equal(reader.read("decoder.layers.2.mlp.linear_fc1.weight"), mlp)
+    embedding = reader.read("embedding.word_embeddings.weight")
+    assert embedding.shape == (128, 32) and not embedding[101:].any()
+    assert torch.equal(embedding[:101], hf["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_of_every_parameter_merge_to_the_full_tensor(kind, bf16_checkpoints):
+    source = bf16_checkpoints[kind]
+    model = model_args_from_hf(read_hf_config(source))
+    hf = all_tensors(source)
+    covered = set()
+    for name in megatron_names(model):
+        full = from_hf(name, hf, model, tp=2)
+        assert full.shape == megatron_shape(name, model, tp=2)
+        shards = split_tp(name, full, 2, model)
+        assert torch.equal(merge_tp(name, shards, model), full)
+        for hf_name, tensor in to_hf(name, full, model):
+            assert torch.equal(tensor, hf[hf_name])
+            covered.add(hf_name)
+    assert covered == set(hf)
+
+
+def test_a_gated_shard_holds_its_part_of_gate_and_of_up(bf16_checkpoints):
+    model = model_args_from_hf(read_hf_config(bf16_checkpoints["llama"]))
+    full = torch.arange(96.0)[:, None].expand(96, 32)
+    first, second = split_tp("decoder.layers.0.mlp.linear_fc1.weight", full, 2, model)
+    assert first[:, 0].tolist() == [*range(24), *range(48, 72)]
+    assert second[:, 0].tolist() == [*range(24, 48), *range(72, 96)]
+
+
+def test_names_of_local_modules_and_wrappers_become_checkpoint_names():
+    assert split_name("module.module.decoder.layers.2.input_layernorm.weight") == (
+        2, "self_attention.linear_qkv.layer_norm_weight",
+    )  # fmt: skip
+    name = global_name("decoder.layers.1.pre_mlp_layernorm.weight", layer_offset=5)
+    assert name == "decoder.layers.6.mlp.linear_fc1.layer_norm_weight"
+    assert global_name("output_layer.weight", layer_offset=5) == "output_layer.weight"
+
+
+def test_a_tied_output_layer_is_not_sent_twice(bf16_checkpoints):
+    model = model_args_from_hf(read_hf_config(bf16_checkpoints["qwen2"]))
+    assert to_hf("output_layer.weight", torch.zeros(128, 32), model) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 4}, r"--num-layers 4, .*num_hidden_layers is 3"),
+        ({"hidden_size": 64}, r"--hidden-size 64, .*hidden_size is 32"),
+        ({"ffn_hidden_size": 64}, r"--ffn-hidden-size 64, .*intermediate_size is 48"),
+        ({"num_attention_heads": 8}, r"--num-attention-heads 8, .*is 4"),
+        ({"num_query_groups": 4}, r"--num-query-groups 4, .*num_key_value_heads is 2"),
+        ({"group_query_attention": False, "num_query_groups": None}, r"num_key_value_heads is 2"),
+        ({"kv_channels": 8}, r"--kv-channels 8, .*is 16"),
+        ({"kv_channels": None}, r"--kv-channels 8, .*is 16"),
+        ({"vocab_size": 128}, r"--vocab-size 128, .*vocab_size is 101"),
+        ({"vocab_size": None}, r"--vocab-size is missing"),
+        ({"rotary_base": 10000}, r"--rotary-base 10000, .*rope_theta is 5000000 \(fix: --rotary-base 5000000\)"),
+        ({"rotary_percent": 0.5}, r"--rotary-percent 0.5"),
+        ({"norm_epsilon": 1e-5}, r"--norm-epsilon 1e-05, .*rms_norm_eps is 1e-06"),
+        ({"normalization": "LayerNorm"}, r"--normalization LayerNorm, .*RMSNorm"),
+        ({"max_position_embeddings": 1}, r"--max-position-embeddings 1, .*is 256"),
+        ({"swiglu": False}, r"--swiglu is not given"),
+        ({"disable_bias_linear": False}, r"--disable-bias-linear is not given"),
+        ({"use_rotary_position_embeddings": False}, r"--use-rotary-position-embeddings is not given"),
+        ({"add_qkv_bias": True}, r"--add-qkv-bias is given, .*qwen3 \(fix: remove --add-qkv-bias\)"),
+        ({"qk_layernorm": False}, r"--qk-layernorm is not given, .*\(fix: add --qk-layernorm\)"),
+        ({"use_rope_scaling": True}, r"--use-rope-scaling is given, .*rope_type default"),
+        ({"untie_embeddings_and_output_weights": False}, r"tie_word_embeddings false"),
+    ],
+)
+def test_a_flag_that_differs_from_the_config_is_refused(change, message, bf16_checkpoints):
+    config = read_hf_config(bf16_checkpoints["qwen3"])
+    model = model_args_from_hf(config)
+    check_against_hf(model, config)
+    with pytest.raises(ValueError, match=message):
+        check_against_hf(dataclasses.replace(model, **change), config)
+
+
+def test_every_flag_that_describes_the_model_is_compared(bf16_checkpoints):
+    """Whatever single field is changed, the comparison notices; only the padding is free."""
+    config = read_hf_config(bf16_checkpoints["llama"])
+    model = model_args_from_hf(config)
+    for field in dataclasses.fields(model):
+        if field.name == "make_vocab_size_divisible_by":
+            continue
+        value = getattr(model, field.name)
+        other = not value if isinstance(value, bool) else "LayerNorm" if isinstance(value, str) else (value or 1) * 2
+        with pytest.raises(ValueError):
+            check_against_hf(dataclasses.replace(model, **{field.name: other}), config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "'yarn'.*not implemented"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*not implemented"),
+        ({"rope_parameters": None, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_a_model_that_is_not_implemented_is_refused(change, message, bf16_checkpoints):
+    config = {**read_hf_config(bf16_checkpoints["qwen3"]), **change}
+    with pytest.raises(ValueError, match=message):
+        model_args_from_hf(config)
+
+
+def test_rope_theta_is_read_in_the_spelling_of_transformers_4_and_5(bf16_checkpoints):
+    config = read_hf_config(bf16_checkpoints["llama"])
+    new = model_args_from_hf(config)
+    rope = dict(config["rope_parameters"])
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    old |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    assert model_args_from_hf(old) == new
+    assert (new.rotary_base, new.use_rope_scaling, new.rope_scaling_factor) == (10000, True, 8.0)
+
+
+def test_every_family_says_which_parameters_it_adds():
+    counts = {name: len(family.layer_parameters()) for name, family in FAMILIES.items()}
+    assert counts == {"llama": 6, "qwen2": 7, "qwen3": 8}
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (dict(num_layers=3, pp=2), "--decoder-last-pipeline-num-layers 1"),
+        (dict(num_layers=36, pp=8), "--decoder-last-pipeline-num-layers 1"),
+        (dict(num_layers=4, pp=2, first=3, last=3), "do not fit"),
+        (dict(num_layers=4, pp=8), "use at most 4"),
+        (dict(num_layers=4, pp=1, first=2), "above 1"),
+    ],
+)
+def test_layers_that_do_not_fit_the_stages_are_refused_with_a_choice(layout, message):
+    with pytest.raises(ValueError, match=message):
+        check_pipeline(**layout)
+
+
+@pytest.mark.parametrize("num_layers", [3, 5, 7, 30, 36, 37, 61])
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_the_layout_named_by_the_refusal_is_accepted(num_layers, pp):
+    if pp > num_layers or num_layers % pp == 0:
+        return
+    with pytest.raises(ValueError) as refusal:
+        check_pipeline(num_layers, pp)
+    last = int(str(refusal.value).split("--decoder-last-pipeline-num-layers ")[1].split()[0])
+    check_pipeline(num_layers, pp, last=last)
+
+
+def test_vocabulary_padding(bf16_checkpoints):
+    model = model_args_from_hf(read_hf_config(bf16_checkpoints["qwen2"]))
+    assert [padded_vocab_size(model, tp) for tp in (1, 2, 4)] == [128, 256, 512]
+
+
+def run_tool(name: str, *args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOLS / name), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_lines_convert_there_and_back(bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints["qwen3"]
+    flags = to_flags(dataclasses.replace(model_args_from_hf(read_hf_config(source)), rotary_base=1000000))
+    assert ["--rotary-base", "1000000"] == flags[flags.index("--rotary-base"):][:2]
+    # given twice, the last wins
+    there = run_tool(
+        "convert_hf_to_torch_dist.py", *flags, "--hf-checkpoint", source, "--rotary-base", 5000000,
+        "--save", tmp_path / "td",
+    )  # fmt: skip
+    assert there.returncode == 0, there.stderr
+    back = run_tool(
+        "convert_torch_dist_to_hf.py", "--input-dir", tmp_path / "td", "--output-dir", tmp_path / "back",
+        "--origin-hf-dir", source,
+    )  # fmt: skip
+    assert back.returncode == 0, back.stderr
+    original, written = all_tensors(source), all_tensors(tmp_path / "back")
+    assert original.keys() == written.keys()
+    assert all(torch.equal(original[key], written[key]) and original[key].dtype == written[key].dtype for key in original)
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--rotary-base", "1000000"), ("--num-layers", "4"), ("--no-such-flag",), ("--tie",)]
+)
+def test_the_command_line_refuses_in_one_line_with_exit_code_2(wrong, bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints["qwen3"]
+    flags = to_flags(model_args_from_hf(read_hf_config(source)))
+    if wrong == ("--tie",):
+        flags.remove("--untie-embeddings-and-output-weights")
+        wrong = ()
+    result = run_tool(
+        "convert_hf_to_torch_dist.py", *flags, *wrong, "--hf-checkpoint", source, "--save", tmp_path / "td"
+    )
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1 and ": error: " in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_output_is_only_replaced_when_forced(bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints["qwen2"]
+    model = model_args_from_hf(read_hf_config(source))
+    out = tmp_path / "td"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    with pytest.raises(ValueError, match="--force"):
+        convert_hf_to_torch_dist(model, source, out, progress=False)
+    assert (out / "precious").is_file()
+    convert_hf_to_torch_dist(model, source, out, force=True, progress=False)
+    assert sorted(path.name for path in out.iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
+    assert [path.name for path in tmp_path.iterdir()] == ["td"]
+
+
+def test_a_failed_conversion_leaves_nothing_behind(bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints["llama"]
+    damaged = tmp_path / "hf"
+    damaged.mkdir()
+    for path in source.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    victim = sorted(damaged.glob("*.safetensors"))[-1]
+    victim.write_bytes(victim.read_bytes()[:-64])
+    model = model_args_from_hf(read_hf_config(source))
+    with pytest.raises(Exception, match="ends before tensor"):
+        convert_hf_to_torch_dist(model, damaged, tmp_path / "td", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_tied_checkpoint_may_hold_its_head_if_it_equals_the_embedding(bf16_checkpoints, tmp_path):
+    source = tmp_path / "hf"
+    source.mkdir()
+    tensors = all_tensors(bf16_checkpoints["qwen2"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    (source / "config.json").write_text((bf16_checkpoints["qwen2"] / "config.json").read_text())
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    model = model_args_from_hf(read_hf_config(source))
+    convert_hf_to_torch_dist(model, source, tmp_path / "td", progress=False)
+    convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", source, progress=False)
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    with safe_open(tmp_path / "back" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    tensors["lm_head.weight"][3, 4] += 1
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lm_head.weight differs"):
+        convert_hf_to_torch_dist(model, source, tmp_path / "other", progress=False)
+
+
+def test_weights_of_another_model_are_not_written_into_a_checkpoint(bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints["qwen2"]
+    convert_hf_to_torch_dist(
+        model_args_from_hf(read_hf_config(source)), source, tmp_path / "td", progress=False
+    )
+    with pytest.raises(ValueError, match="another model|shape"):
+        convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", bf16_checkpoints["qwen3"], progress=False)

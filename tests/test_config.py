@@ -1,0 +1,182 @@
+"""Configuration: flags from fields, and every mistake refused in one line with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_bridge import flags
+from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.config.groups import RolloutArgs
+from slime_retool.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "attention_bias": False,
+}
+
+
+@pytest.fixture
+def run_args(tmp_path: Path) -> dict[str, str | None]:
+    """Flags of a run that passes validation; a None value is a switch."""
+    hf, ref = tmp_path / "hf", tmp_path / "ref"
+    hf.mkdir(), ref.mkdir()
+    (hf / "config.json").write_text(json.dumps(HF_CONFIG))
+    (ref / "latest_checkpointed_iteration.txt").write_text("release")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1?", "label": "2"}\n')
+    return {
+        "--device": "cpu",
+        "--hf-checkpoint": str(hf),
+        "--ref-load": str(ref),
+        "--prompt-data": str(tmp_path / "data.jsonl"),
+        "--num-rollout": "2",
+        "--rollout-batch-size": "4",
+        "--n-samples-per-prompt": "4",
+    }
+
+
+def argv(args: dict[str, str | None]) -> list[str]:
+    return [token for flag, value in args.items() for token in ([flag] if value is None else [flag, *value.split()])]
+
+
+def checked(args: dict[str, str | None]) -> Config:
+    config = parse_config(argv(args))
+    resolve_device(config)
+    validate(config)
+    return config
+
+
+def test_a_complete_configuration_passes_and_model_flags_follow_from_the_checkpoint(run_args):
+    config = checked(run_args)
+    assert (config.num_layers, config.num_query_groups, config.qk_layernorm) == (4, 2, True)
+    assert config.samples_per_rollout == 16 and config.steps_per_rollout == 1 and config.num_engines == 1
+
+
+def test_every_field_of_every_group_is_a_flag_with_help():
+    for group in flags.groups_of(Config):
+        assert group.__doc__, group
+    for field in Config.__dataclass_fields__.values():
+        if field.name != "sglang_server_flags":
+            assert field.metadata["flag"].help.endswith((".", ")")), field.name
+
+
+def test_a_flag_given_twice_takes_the_last_value():
+    assert parse_config(["--rotary-base", "1000000", "--rotary-base", "5000000"]).rotary_base == 5000000
+
+
+def test_undeclared_sglang_flags_are_kept_for_the_servers():
+    config = parse_config(["--sglang-attention-backend", "triton", "--sglang-disable-radix-cache", "--seed", "3"])
+    assert config.sglang_server_flags == {"--attention-backend": ["triton"], "--disable-radix-cache": []}
+    assert config.seed == 3
+
+
+def test_to_flags_rebuilds_the_configuration(run_args):
+    config = checked(run_args | {"--no-use-distributed-optimizer": None, "--rollout-stop": "a b"})
+    assert parse_config(flags.to_flags(config)) == config
+
+
+def test_group_titles_come_from_the_docstrings():
+    assert RolloutArgs in flags.groups_of(Config)
+    assert RolloutArgs.__doc__.splitlines()[0].startswith("Rollout")
+
+
+BAD = {
+    "world that TP x PP does not divide": ({"--actor-num-gpus-per-node": "3", "--tensor-model-parallel-size": "2"}, "2 x 1 = 2 does not divide"),
+    "heads that TP does not divide": ({"--actor-num-gpus-per-node": "8", "--tensor-model-parallel-size": "8"}, "--num-attention-heads 4"),
+    "groups that TP does not divide": ({"--actor-num-gpus-per-node": "4", "--tensor-model-parallel-size": "4"}, "2"),
+    "layers that PP cannot spread": ({"--actor-num-gpus-per-node": "3", "--pipeline-model-parallel-size": "3"}, "--decoder-last-pipeline-num-layers"),
+    "more stages than layers": ({"--actor-num-gpus-per-node": "8", "--pipeline-model-parallel-size": "8"}, "use at most 4"),
+    "a batch that does not divide": ({"--global-batch-size": "5"}, "multiple of --global-batch-size 5"),
+    "a batch the ranks cannot share": ({"--actor-num-gpus-per-node": "3"}, "multiple of the 3 data-parallel ranks"),
+    "missing prompt data": ({"--prompt-data": "/nowhere/x.jsonl"}, "no such file: /nowhere/x.jsonl"),
+    "missing checkpoint": ({"--hf-checkpoint": "/nowhere/model"}, "no such folder: /nowhere/model"),
+    "reference that is no checkpoint": ({"--ref-load": "/tmp"}, "latest_checkpointed_iteration.txt"),
+    "wrong rotary base": ({"--num-layers": "4", "--rotary-base": "77"}, "--"),
+    "both lengths of the run": ({"--num-epoch": "2"}, "one of --num-rollout and --num-epoch"),
+    "temperature zero": ({"--rollout-temperature": "0"}, "above 0"),
+    "odd evaluation sets": ({"--eval-prompt-data": "aime"}, "pairs NAME FILE"),
+    "missing evaluation file": ({"--eval-prompt-data": "aime /nowhere/a.jsonl"}, "no such file: /nowhere/a.jsonl"),
+    "evaluation without a set": ({"--eval-interval": "2"}, "--eval-interval needs --eval-prompt-data"),
+    "dynamic batches without a size": ({"--use-dynamic-batch-size": None}, "--max-tokens-per-gpu"),
+    "a group of one": ({"--n-samples-per-prompt": "1"}, "at least 2"),
+    "KL weight without KL": ({"--kl-loss-coef": "0.1"}, "--use-kl-loss"),
+    "clip range upside down": ({"--eps-clip-high": "0.1"}, "--eps-clip-high"),
+    "dropout": ({"--hidden-dropout": "0.1"}, "must be 0"),
+    "bf16 on the CPU": ({"--precision": "bf16"}, "needs GPUs"),
+    "a hook that does not exist": ({"--custom-rm-path": "no_such_module.f"}, "cannot import 'no_such_module'"),
+    "a hook without a dot": ({"--custom-rm-path": "reward"}, "dotted path"),
+    "saving nowhere": ({"--save-interval": "3"}, "--save DIR"),
+    "SFT without its rollout": ({"--loss-type": "sft_loss"}, "sft_rollout"),
+    "context beyond the model": ({"--rollout-max-context-len": "9999"}, "512 positions"),
+    "two warm-ups": ({"--lr-warmup-iters": "3", "--lr-warmup-fraction": "0.1"}, "one of --lr-warmup"),
+    "engines that do not divide": ({"--rollout-num-gpus": "3", "--rollout-num-gpus-per-engine": "2"}, "does not divide the 3 GPUs"),
+    "context parallel": ({"--actor-num-gpus-per-node": "2", "--context-parallel-size": "2"}, "must be 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_mistakes_are_refused_in_one_line(case: str, run_args):
+    changes, expected = BAD[case]
+    with pytest.raises(ConfigError) as caught:
+        checked(run_args | changes)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def train_cli(*tokens: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "slime_retool.train", *tokens], cwd="/", env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"--rollout-temprature": "1"}, "unknown flag --rollout-temprature; did you mean --rollout-temperature?"),
+        ({"--prompt-data": "/nowhere/x.jsonl"}, "no such file: /nowhere/x.jsonl"),
+        ({"--actor-num-gpus-per-node": "3", "--tensor-model-parallel-size": "2"}, "does not divide the 3 training processes"),
+        ({"--global-batch-size": "5"}, "must be a multiple of --global-batch-size 5"),
+    ],
+)
+def test_the_command_line_ends_with_code_2_and_one_line(changes, expected: str, run_args):
+    done = train_cli(*argv(run_args | changes))
+    assert done.returncode == 2
+    assert done.stdout == "" and done.stderr.count("\n") == 1 and expected in done.stderr
+
+
+def test_help_is_grouped_and_complete():
+    text = train_cli("--help").stdout
+    for group in flags.groups_of(Config):
+        title = group.__doc__.strip().splitlines()[0].rstrip(".")
+        assert f"\n{title}:" in text
+    for field in Config.__dataclass_fields__.values():
+        if field.name != "sglang_server_flags":
+            assert re.search(rf"{re.escape(flags.option_name(field.name))}\b", text), field.name
+
+
+def test_dry_run_prints_flags_that_parse_to_the_same_configuration(run_args):
+    done = train_cli(*argv(run_args | {"--dry-run": None}))
+    assert done.returncode == 0, done.stderr
+    tokens = done.stdout.replace("\\\n", " ").split()
+    assert parse_config(tokens[3:]) == checked(run_args | {"--dry-run": None})
