@@ -90,6 +90,8 @@ def check_against_hf(model: ModelArgs, config: HfConfig) -> None:
     compare_number("--vocab-size", model.vocab_size, "vocab_size", wanted.vocab_size)
     if not differences:  # these are derived from the ones above
         compare_number("--kv-channels", head_dim(model), "head width", head_dim(wanted))
+        if model.num_query_groups is not None and not model.group_query_attention:
+            differences.append(f"--num-query-groups {model.num_query_groups} has no effect without --group-query-attention")
         groups = query_groups(model) if model.num_query_groups or not model.group_query_attention else None
         if groups != query_groups(wanted):
             shown = "is missing" if groups is None else groups

@@ -104,6 +104,7 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         # Packed micro-batches differ in length, so stages tell each other the shapes.
         variable_seq_lengths=pp > 1,
+        moe_token_dispatcher_type="alltoall",  # no experts here, but the default is refused beside the line above
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -45,7 +46,7 @@ def checkpoint_key(name: str) -> tuple[str, int | None]:
 
 
 class _LazySavePlanner(SavePlanner):
-    """Plans one chunk per parameter and asks for its value only when it is written (from writer threads)."""
+    """Plans one chunk per parameter and asks for its value only when it is written."""
 
     def __init__(
         self, shapes: dict[str, tuple[int, ...]], dtype_of: Callable[[str], torch.dtype], num_layers: int,
@@ -100,17 +101,21 @@ def write_torch_dist(
     num_layers: int,
     common: dict[str, Any],
     written: Callable[[str], None],
-    threads: int = 2,
 ) -> None:
-    """Write a checkpoint of full Megatron tensors. At most about `threads` of them are in memory at a time.
+    """Write a checkpoint of full Megatron tensors, one in memory at a time.
 
     shapes: full shape by global parameter name. `value_of(name)` gives the tensor, `written(name)` is told after.
     common: what Megatron keeps in common.pt.
     """
     planner = _LazySavePlanner(shapes, dtype_of, num_layers, value_of, written)
     directory.mkdir(parents=True, exist_ok=True)
-    writer = FileSystemWriter(directory, thread_count=threads)
-    dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    # Not more than one thread: an exception in the writer's further threads is lost, and with it the tensors.
+    writer = FileSystemWriter(directory, thread_count=1)
+    try:
+        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
+    assert len(FileSystemReader(directory).read_metadata().storage_data) == len(shapes), "tensors were left out"
     torch.save(common, directory / "common.pt")
     backends = {
         "sharded_backend": "torch_dist",

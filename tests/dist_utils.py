@@ -59,10 +59,11 @@ def _wait(children: list[Any], scratch: Path, timeout: float) -> None:
             alive = [rank for rank, child in enumerate(children) if child.is_alive()]
             raise TimeoutError(f"ranks {alive} still ran after {timeout:.0f} s")
         time.sleep(0.05)
-    for rank, child in enumerate(children):
-        failed = scratch / f"error{rank}.txt"
-        if failed.exists():
-            raise RuntimeError(f"rank {rank} failed:\n{failed.read_text()}")
+    # The other ranks fail because the first one did: theirs are only broken connections.
+    tracebacks = sorted(scratch.glob("error*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if tracebacks:
+        rank = tracebacks[0].stem.removeprefix("error")
+        raise RuntimeError(f"rank {rank} failed:\n{tracebacks[0].read_text()}")
     for rank, child in enumerate(children):
         if child.exitcode not in (None, 0):
             raise RuntimeError(f"rank {rank} died with exit code {child.exitcode}")

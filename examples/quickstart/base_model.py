@@ -39,7 +39,7 @@ ERROR_TEXTS = (
     "TypeError: unsupported operand type(s)",
     "ValueError: invalid literal for int() with base 10",
 )
-VOCAB_SIZE = 736
+VOCAB_SIZE = 704
 
 
 def training_texts(num_conversations: int) -> Iterator[str]:
@@ -88,12 +88,12 @@ def train_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """The model's shape: 4 layers of width 128."""
+    """The model's shape: 2 layers of width 128."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

@@ -39,54 +39,62 @@ class Kind:
     solve: Callable[..., int]
 
 
+def _numbers(count: int) -> Callable[[random.Random], tuple[int, ...]]:
+    return lambda rng: tuple(rng.randint(11, 99) for _ in range(count))
+
+
+def _large_and_small(rng: random.Random) -> tuple[int, int]:
+    return rng.randint(50, 99), rng.randint(11, 49)
+
+
 KINDS: dict[str, Kind] = {
     "sum": Kind(
-        lambda r: (r.randint(10, 99), r.randint(10, 99), r.randint(10, 99)),
+        _numbers(3),
         ("What is {0} plus {1} plus {2}?", "Add up {0}, {1} and {2}."),
         "print({0}+{1}+{2})",
         lambda a, b, c: a + b + c,
     ),
     "product": Kind(
-        lambda r: (r.randint(11, 99), r.randint(11, 99)),
+        _numbers(2),
         ("What is {0} times {1}?", "Multiply {0} by {1}."),
         "print({0}*{1})",
         lambda a, b: a * b,
     ),
     "remainder": Kind(
-        lambda r: (r.randint(100, 999), r.randint(11, 99)),
-        ("What is the remainder of {0} divided by {1}?", "Divide {0} by {1}. What is left over?"),
+        _large_and_small,
+        ("What is the remainder of {0} divided by {1}?", "What is left over when {0} is divided by {1}?"),
         "print({0}%{1})",
         lambda a, b: a % b,
     ),
     "digit_sum": Kind(
-        lambda r: (r.randint(11, 99), r.randint(11, 99)),
+        _numbers(2),
         ("What is the digit sum of {0} times {1}?", "Add up the digits of {0} times {1}."),
         "print(sum(map(int,str({0}*{1}))))",
         lambda a, b: sum(int(digit) for digit in str(a * b)),
     ),
-    "power_mod": Kind(
-        lambda r: (r.randint(11, 99), r.randint(11, 99), r.randint(11, 99)),
-        ("What is {0} to the power {1}, modulo {2}?", "Find {0}^{1} mod {2}."),
-        "print(pow({0},{1},{2}))",
-        lambda a, b, n: pow(a, b, n),
+    "product_mod": Kind(
+        _numbers(3),
+        ("What is {0} times {1}, modulo {2}?", "Find {0} times {1} mod {2}."),
+        "print({0}*{1}%{2})",
+        lambda a, b, n: a * b % n,
     ),
     "common_multiple": Kind(
-        lambda r: (r.randint(11, 99), r.randint(11, 99)),
-        ("What is the least common multiple of {0} and {1}?", "Find lcm({0}, {1})."),
+        _numbers(2),
+        ("What is the least common multiple of {0} and {1}?", "Find the lcm of {0} and {1}."),
         "import math; print(math.lcm({0},{1}))",
         math.lcm,
     ),
-    "square_sum": Kind(
-        lambda r: (r.randint(10, 49), r.randint(50, 99)),
-        ("What is the sum of the squares from {0} to {1}?", "Add up n^2 for n from {0} to {1}."),
-        "print(sum(n*n for n in range({0},{1}+1)))",
-        lambda a, b: sum(n * n for n in range(a, b + 1)),
+    "product_plus": Kind(
+        _numbers(3),
+        ("What is {0} times {1}, plus {2}?", "Multiply {0} by {1}, then add {2}."),
+        "print({0}*{1}+{2})",
+        lambda a, b, c: a * b + c,
     ),
-    "multiples": Kind(
-        lambda r: (r.randint(11, 29), r.randint(30, 99), r.randint(100, 999)),
-        ("How many multiples of {0} are there from {1} to {2}?", "Count the n from {1} to {2} divisible by {0}."),
-        "print(sum(n%{0}==0 for n in range({1},{2}+1)))",
-        lambda k, a, b: b // k - (a - 1) // k,
+    "xor": Kind(
+        _numbers(2),
+        ("What is the bitwise xor of {0} and {1}?", "Combine the bits of {0} and {1} by xor."),
+        "print({0}^{1})",
+        lambda a, b: a ^ b,
     ),
 }
 

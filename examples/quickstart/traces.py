@@ -29,7 +29,7 @@ import pandas as pd
 from problems import Problem, generate_problems
 
 TOOL_KINDS = ("sum", "product", "remainder", "digit_sum")
-THIN_KINDS = ("power_mod", "common_multiple", "square_sum", "multiples")
+THIN_KINDS = ("product_mod", "product_plus", "common_multiple", "xor")
 # One pass over the SFT kinds: each tool kind twice for every thin kind once.
 SFT_KINDS = TOOL_KINDS * 2 + THIN_KINDS
 THIN_TOOL_SHARE = 1 / 3

@@ -44,14 +44,21 @@ class Conversion:
     rows: list[Row]
     """Written rows, in order of first occurrence."""
     num_read: int
+    num_unique_prompts: int
+    """Different prompt texts as they stand in the file."""
+    num_contradictory_prompts: int
+    """Of these, prompts that come with different answers."""
     num_unique: int
-    """Different questions, contradictory ones included."""
+    """Different questions once instructions and surrounding blanks are removed, contradictory ones included."""
     contradictions: list[Row]
     """{question, labels} of the questions left out."""
 
 
-def question_and_label(row: Row, where: str) -> tuple[str, str]:
-    """The bare question and its answer as text. Raises DataError, naming `where`, when no known schema fits."""
+def prompt_and_label(row: Row, where: str) -> tuple[str, str]:
+    """The prompt's text and the answer's, as they stand in the row.
+
+    Raises DataError, naming `where`, when no known schema fits.
+    """
     for question_key, label_key in SCHEMAS:
         if label_key is None:
             verl = row.get("reward_model")
@@ -69,18 +76,21 @@ def question_and_label(row: Row, where: str) -> tuple[str, str]:
         if len(users) != 1:
             raise DataError(f"{where}: the prompt must hold exactly one user message, got {len(users)}")
         text = users[0]
-    question, label = bare_question(text), str(label).rpartition(_GSM8K_MARK)[2].strip()
-    if not question or not label:
+    label = str(label).rpartition(_GSM8K_MARK)[2].strip()
+    if not bare_question(text) or not label:
         raise DataError(f"{where}: question and answer must not be empty")
-    return question, label
+    return text, label
 
 
 def convert(rows: Sequence[Row], source: str) -> Conversion:
     """Deduplicate `rows` by question and write them as RL prompts; `source` names them in metadata."""
+    prompt_labels: dict[str, set[str]] = {}
     labels: dict[str, set[str]] = {}
     first: dict[str, Row] = {}
     for number, row in enumerate(rows):
-        question, label = question_and_label(row, f"{source}, row {number + 1}")
+        prompt, label = prompt_and_label(row, f"{source}, row {number + 1}")
+        question = bare_question(prompt)
+        prompt_labels.setdefault(prompt, set()).add(label)
         labels.setdefault(question, set()).add(label)
         first.setdefault(
             question,
@@ -93,6 +103,8 @@ def convert(rows: Sequence[Row], source: str) -> Conversion:
     return Conversion(
         rows=[row for question, row in first.items() if len(labels[question]) == 1],
         num_read=len(rows),
+        num_unique_prompts=len(prompt_labels),
+        num_contradictory_prompts=sum(len(found) > 1 for found in prompt_labels.values()),
         num_unique=len(first),
         contradictions=[{"question": q, "labels": sorted(found)} for q, found in labels.items() if len(found) > 1],
     )
@@ -119,8 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{args.output}: {done.num_read} rows read, {done.num_unique} unique questions, {len(done.contradictions)} "
-        f"with contradictory answers left out, {len(done.rows)} rows written"
+        f"{args.input}: {done.num_read} rows, {done.num_unique_prompts} unique prompts, "
+        f"{done.num_contradictory_prompts} of them with contradictory answers\n"
+        f"{args.output}: {done.num_unique} unique questions (instructions and surrounding blanks removed), "
+        f"{len(done.contradictions)} contradictory left out, {len(done.rows)} rows written"
     )
     return 0
 

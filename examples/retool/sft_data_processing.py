@@ -95,7 +95,10 @@ def split_assistant_text(text: str) -> list[Message]:
         code = block["fenced"] if block["fenced"] is not None else block["bare"].strip("\n")
         if not code.strip():
             raise DataError("a <code> block is empty")
-        call = {"type": "function", "function": {"name": TOOLS[0]["function"]["name"], "arguments": {"code": code}}}
+        call = {
+            "type": "function",
+            "function": {"name": TOOLS[0]["function"]["name"], "arguments": {"code": code}},
+        }
         turns.append({"role": "assistant", "content": _prose(text[position : block.start()]), "tool_calls": [call]})
         turns.append({"role": "tool", "content": output["output"].strip()})
         position = output.end()
@@ -154,7 +157,9 @@ def _hub_rows(name: str) -> Iterator[dict[str, Any]]:
     try:
         yield from load_dataset(name, split="train")
     except Exception as error:  # `datasets` raises errors of many libraries: hub, network, file formats
-        raise ConfigError(f"--input {name!r} is neither a file or folder here nor a data set that loads: {error}") from error
+        raise ConfigError(
+            f"--input {name!r} is neither a file or folder here nor a data set that loads: {error}"
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

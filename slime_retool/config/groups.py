@@ -1,4 +1,4 @@
-"""Every option of a run, declared once: a field's name is the flag's, a class's docstring titles its group in --help."""
+"""Every option of a run, declared once: a field is a flag, a docstring the title of a group in --help."""
 
 from __future__ import annotations
 

@@ -120,7 +120,9 @@ def samples_from_file(
     for number, row in enumerate(read_rows(path)):
         where = f"{path}, row {number + 1}"
         if row.get(input_key) is None:
-            raise DataError(f"{where}: no column {input_key!r}, only {', '.join(row)}; set --input-key (--eval-input-key)")
+            raise DataError(
+                f"{where}: no column {input_key!r}, only {', '.join(row)}; set --input-key (--eval-input-key)"
+            )
         samples.append(
             Sample(
                 prompt=_prompt(row[input_key], config.apply_chat_template, f"{where}, column {input_key!r}"),

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Literal
 
 from slime_retool.config import Config
+from slime_retool.engine import router_main
 from slime_retool.engine.process import (
     PORT_TRIES,
     ServerError,
@@ -45,7 +46,7 @@ class RouterProcess:
         for attempt in range(PORT_TRIES):
             # The router panics when its metrics port is taken, so that one is chosen too.
             self.port, metrics_port = free_ports(2, host)
-            command = [sys.executable, "-m", "sglang_router.launch_router"]
+            command = [sys.executable, router_main.__file__]
             command += ["--worker-urls", *worker_urls]
             command += ["--host", host, "--port", str(self.port), "--policy", policy]
             command += ["--prometheus-host", host, "--prometheus-port", str(metrics_port), "--log-level", "warn"]

@@ -155,6 +155,7 @@ class EngineProcess:
                 _command(flags | {"--host": [host], "--port": [str(self.port)]}),
                 log_path=self.log_path,
                 environment=environment,
+                grace=15.0,
             )
             try:
                 self._process.wait_until_ready(

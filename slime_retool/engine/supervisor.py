@@ -45,7 +45,8 @@ def main(lifeline: int, grace: float, command: list[str]) -> int:
         readable, _, _ = select.select([lifeline], [], [], POLL_SECONDS)
         if readable:  # end of file: the owner is gone (it never writes)
             break
-    _signal_group(child.pid, signal.SIGTERM)
+    if child.poll() is None:
+        child.terminate()
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline:
         if child.poll() is not None and not _children():

@@ -123,7 +123,12 @@ def _turn_marks(tokenizer: Any) -> _TurnMarks:
 
 
 def _turn_span(
-    tokenizer: Any, whole: str, messages: list[Message], tools: list[ToolSchema] | None, i: int, marks: _TurnMarks
+    tokenizer: Any,
+    whole: str,
+    messages: list[Message],
+    tools: list[ToolSchema] | None,
+    i: int,
+    marks: _TurnMarks,
 ) -> tuple[int, int]:
     """Characters [start, end) of `whole` that assistant message `i` supervises."""
     written = json.dumps(messages[i], ensure_ascii=False)

@@ -25,12 +25,12 @@ from torch import Tensor
 from megatron_bridge.checkpoint import (
     LATEST_FILE,
     checkpoint_name,
-    latest_iteration,
     load_model_state,
     model_state_dict,
     resolve_checkpoint_dir,
     write_latest,
 )
+from megatron_bridge.torch_dist_io import TorchDistReader
 from slime_retool.errors import CheckpointError
 
 STATE_FILE = "trainer_state.json"
@@ -86,7 +86,7 @@ def save(
     dist.barrier()
 
 
-def load(root: str, *, module: Any, optimizer: Any) -> TrainerState:
+def load(root: str, *, module: Any, optimizer: Any, vocab_size: int) -> TrainerState:
     """Load the newest checkpoint under `root` into model and optimizer. Collective.
 
     Options given to this run (learning rate, betas, ...) win over those of the run that saved.
@@ -104,6 +104,7 @@ def load(root: str, *, module: Any, optimizer: Any) -> TrainerState:
         state = TrainerState(**json.loads(state_path.read_text()))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{state_path} is damaged ({error}); resume from an older checkpoint") from error
+    _check_vocabulary(directory, vocab_size)
     tensors = model_state_dict([module])
     if state.with_optimizer:
         tensors["optimizer"] = optimizer.sharded_state_dict(
@@ -121,11 +122,12 @@ def load(root: str, *, module: Any, optimizer: Any) -> TrainerState:
     return state
 
 
-def load_weights(root: str, module: Any) -> None:
+def load_weights(root: str, *, module: Any, vocab_size: int) -> None:
     """Load only the weights, from a converter's or a trainer's checkpoint. Collective; CheckpointError as in `load`."""
     from megatron.core import dist_checkpointing
 
     directory = _directory(root)
+    _check_vocabulary(directory, vocab_size)
     load_model_state(
         [module], _loading(directory, lambda: dist_checkpointing.load(model_state_dict([module]), str(directory)))
     )
@@ -136,12 +138,20 @@ def _directory(root: str) -> Path:
         directory = resolve_checkpoint_dir(root)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    if (directory / LATEST_FILE).is_file():
-        latest_iteration(directory)
     for name in ("common.pt", "metadata.json"):
         if not (directory / name).is_file():
             raise CheckpointError(f"{directory} has no {name}: the checkpoint is incomplete; use another")
     return directory
+
+
+def _check_vocabulary(directory: Path, vocab_size: int) -> None:
+    """Megatron lets the vocabulary's padding differ, and so would fill missing entries with zeros."""
+    rows = _loading(directory, lambda: TorchDistReader(directory).shape("embedding.word_embeddings.weight")[0])
+    if rows < vocab_size:
+        raise CheckpointError(
+            f"{directory} has {rows} vocabulary entries, padding included, --vocab-size says {vocab_size}; "
+            "compare the model flags with those it was made with"
+        )
 
 
 def _loading(directory: Path, read: Callable[[], T]) -> T:

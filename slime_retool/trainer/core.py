@@ -139,6 +139,11 @@ class Trainer:
         """The bare GPTModel (this rank's part)."""
         return self.model.module
 
+    @property
+    def _vocab_size(self) -> int:
+        assert self.config.vocab_size is not None, "transformer_config refuses a model without it"
+        return self.config.vocab_size
+
     # Training
 
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
@@ -317,12 +322,11 @@ class Trainer:
         return self._log_probs_of(batch, logits, with_entropy=False)[0]
 
     def _log_probs_of(self, batch: PackedBatch, logits: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        assert self.config.vocab_size is not None
         temperature = self.config.rollout_temperature if self.config.loss_type == "policy_loss" else 1.0
         return vocab_parallel_log_probs(
             logits.reshape(-1, logits.shape[-1]),
             batch.targets,
-            vocab_size=self.config.vocab_size,
+            vocab_size=self._vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
             tp_group=self.tp_group,
@@ -405,14 +409,16 @@ class Trainer:
             raise ConfigError("--use-kl-loss needs the reference model: give --ref-load")
         if wants_reference or not resume:
             assert config.ref_load is not None
-            checkpoint.load_weights(config.ref_load, self.module)
+            checkpoint.load_weights(config.ref_load, module=self.module, vocab_size=self._vocab_size)
             if wants_reference:
                 self.reference = checkpoint.copy_weights(self.module, pinned=config.on_cuda)
         if not resume:
             self.optimizer.reload_model_params()
             return 0, {}
         assert config.load is not None
-        state = checkpoint.load(config.load, module=self.module, optimizer=self.optimizer)
+        state = checkpoint.load(
+            config.load, module=self.module, optimizer=self.optimizer, vocab_size=self._vocab_size
+        )
         if not state.with_optimizer:
             self.optimizer.reload_model_params()
         self.scheduler.num_steps = state.scheduler_steps

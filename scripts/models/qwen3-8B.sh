@@ -1,0 +1,19 @@
+# Qwen3-8B and Qwen3-8B-Base
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 36
+    --hidden-size 4096
+    --ffn-hidden-size 12288
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --vocab-size 151936
+    --disable-bias-linear
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --use-rotary-position-embeddings
+    --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}"
+    --qk-layernorm
+    --untie-embeddings-and-output-weights
+)

@@ -1,0 +1,96 @@
+"""`slime-retool COMMAND`: the small tools beside training.
+
+    slime-retool doctor            what this host has of what a run needs
+    slime-retool train FLAGS       the same as python -m slime_retool.train
+    slime-retool view FILE         read dumped samples or evaluation transcripts
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+REQUIRED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "datasets", "aiohttp")
+OPTIONAL = ("transformer-engine", "wandb", "tensorboard", "math-verify", "numpy", "sympy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["train"]:
+        from slime_retool.train import main as train
+
+        return train(arguments[1:])
+    parser = argparse.ArgumentParser(prog="slime-retool", description="Tools beside the training loop.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="what this host has of what a run needs; exit code 1 when something is missing")
+    commands.add_parser("train", help="the same as python -m slime_retool.train", add_help=False)
+    view = commands.add_parser("view", help="read dumped samples (--dump-rollouts) or evaluation transcripts")
+    view.add_argument("file", type=Path, help="a .jsonl file below OUTPUT_DIR/rollouts or OUTPUT_DIR/eval")
+    view.add_argument("--index", type=int, help="show only the sample with this index")
+    view.add_argument("--limit", type=int, default=5, help="how many samples to show (default: %(default)s)")
+    view.add_argument("--wrong", action="store_true", help="only samples whose reward is not positive")
+    args = parser.parse_args(arguments)
+    if args.command == "doctor":
+        return doctor()
+    return show(args.file, index=args.index, limit=args.limit, wrong=args.wrong)
+
+
+def doctor() -> int:
+    """Print one line per requirement. Returns 1 when a required one is missing."""
+    missing = 0
+    print(f"{'python':<22}{sys.version.split()[0]}")
+    for name in REQUIRED + OPTIONAL:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = "missing" if name in REQUIRED else "not installed (optional)"
+            missing += name in REQUIRED
+        print(f"{name:<22}{version}")
+    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    print(f"{'GPUs':<22}{len(gpus) or 'none: runs use the CPU and gloo'}")
+    print(f"{'CPU cores':<22}{os.cpu_count()}")
+    print(f"{'memory':<22}{memory / 1e9:.0f} GB")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        print(f"{'/dev/shm free':<22}{shutil.disk_usage(shared).free / 1e9:.1f} GB")
+    if missing:
+        print(f"\n{missing} required package(s) missing: run `make install` (CPU) or pip install -e '.[gpu]'")
+    return int(missing > 0)
+
+
+def show(path: Path, *, index: int | None, limit: int, wrong: bool) -> int:
+    """Print samples of a dump, one after the other. Returns 2 when the file does not exist."""
+    if not path.is_file():
+        print(f"slime-retool view: error: no such file: {path}", file=sys.stderr)
+        return 2
+    shown = 0
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        if not line or shown >= limit:
+            continue
+        row = json.loads(line)
+        reward = row["reward"]
+        if isinstance(reward, dict):
+            reward = reward.get("score")
+        right = isinstance(reward, float | int) and reward > 0
+        if (index is not None and row["index"] != index) or (wrong and right):
+            continue
+        shown += 1
+        head = f"sample {row['index']}  label {row['label']}  reward {reward}  {row['status']}"
+        print(f"{'=' * 80}\n{head}\n{'-' * 80}")
+        prompt = row["prompt"]
+        print(prompt if isinstance(prompt, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in prompt))
+        print(f"{'-' * 80}\n{row['response']}")
+    if not shown:
+        print("no sample matches")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What a set of generated samples is described by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import fmean, pstdev
+
+from slime_retool.rollout.hooks import USABLE
+from slime_retool.types import Sample, SampleStatus
+
+
+def sample_figures(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
+    """Figures of all finished samples; means are over the usable (completed or truncated) ones.
+
+    `accuracy` is the share with a reward above 0. `model_tokens` are those the model wrote, `response_tokens` also count
+    observations. `failed_<boundary>` count outages. With no usable sample only shares and counts are there.
+    """
+    figures: dict[str, float] = {"samples": float(len(samples))}
+    if not samples:
+        return figures
+    statuses = Counter(sample.status for sample in samples)
+    for status in (SampleStatus.TRUNCATED, SampleStatus.ABORTED, SampleStatus.FAILED):
+        figures[f"{status.value}_ratio"] = statuses[status] / len(samples)
+    failed = [sample for sample in samples if sample.status == SampleStatus.FAILED]
+    for boundary, count in Counter(map(boundary_of, failed)).items():
+        figures[f"failed_{boundary}"] = float(count)
+    usable = [sample for sample in samples if sample.status in USABLE]
+    if not usable:
+        return figures
+    rewards = [sample.reward_value(reward_key) for sample in usable]
+    model_tokens = [sum(sample.loss_mask) for sample in usable]
+    calls = sum(sample.num_tool_calls for sample in usable)
+    versions = [version for sample in usable for version in sample.weight_versions]
+    figures |= {
+        "reward_mean": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        "accuracy": share(reward > 0 for reward in rewards),
+        "response_tokens_mean": fmean(sample.response_length for sample in usable),
+        "response_tokens_max": float(max(sample.response_length for sample in usable)),
+        "model_tokens_mean": fmean(model_tokens),
+        "model_tokens_max": float(max(model_tokens)),
+        "mean_turns": fmean(sample.num_turns for sample in usable),
+        "tool_call_rate": share(sample.num_tool_calls > 0 for sample in usable),
+        "tool_calls_mean": calls / len(usable),
+        "tool_error_rate": sum(sample.num_tool_errors for sample in usable) / max(calls, 1),
+        # Observations hold 0.0, so the sum is over the model's own tokens.
+        "log_prob_mean": sum(sum(sample.rollout_log_probs) for sample in usable) / max(sum(model_tokens), 1),
+    }
+    if versions:
+        figures |= {"weight_version_min": float(min(versions)), "weight_version_max": float(max(versions))}
+    return figures
+
+
+def boundary_of(sample: Sample) -> str:
+    """The part that failed, from a FAILED sample's error text ("engine: ...")."""
+    return (sample.error or "rollout").partition(":")[0]
+
+
+def share(truths: Iterable[bool]) -> float:
+    """Fraction that is true; 0 of nothing."""
+    values = [bool(truth) for truth in truths]
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,45 @@
+"""The default `generate` hook: one plain turn, no tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime_retool.config import Config
+from slime_retool.errors import RolloutError
+from slime_retool.rollout.context import current_context
+from slime_retool.rollout.rendering import render_prompt
+from slime_retool.rollout.sampling import remaining_tokens
+from slime_retool.types import Sample, SampleStatus
+
+STATUS_OF_FINISH = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+"""What the finish reason of the last turn says about the sample."""
+
+
+async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Render the prompt, let the engine answer once, and record exactly the ids and log-probs it returned.
+
+    Raises EngineError, and RolloutError when the prompt leaves no room for an answer.
+    """
+    context = current_context()
+    assert context.engine is not None, "generation needs an engine"
+    prompt = render_prompt(context.tokenizer, sample.prompt, sample.tools)
+    room = remaining_tokens(args, sampling_params, prompt_length=len(prompt))
+    if room < 1:
+        raise RolloutError(
+            f"a prompt of {len(prompt)} tokens leaves no room for an answer within --rollout-max-context-len "
+            f"{args.rollout_max_context_len}; raise it, or leave such prompts out with --rollout-max-prompt-len"
+        )
+    completion = await context.engine.generate(
+        prompt, {**sampling_params, "max_new_tokens": room}, session=str(sample.index)
+    )
+    sample.tokens = list(prompt)
+    sample.append(completion.ids, log_probs=completion.log_probs)
+    sample.response = context.tokenizer.decode(completion.ids, skip_special_tokens=True)
+    sample.weight_versions.append(completion.weight_version)
+    sample.num_turns = 1
+    sample.status = STATUS_OF_FINISH[completion.finish_reason]
+    return sample

@@ -1,0 +1,118 @@
+"""Run the user's `generate` and `reward_func` on samples, and keep outages apart from mistakes.
+
+An outage (`RolloutError`: engine, tool, reward) marks one sample FAILED. Any other exception is a mistake in a hook: it
+ends the rollout at once, with its traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime_retool.config import Config
+from slime_retool.errors import RolloutError
+from slime_retool.plugins import load_function
+from slime_retool.types import Sample, SampleStatus
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_GENERATE = "slime_retool.rollout.generate.generate"
+BUILT_IN_REWARDS = {
+    "dapo": "slime_retool.reward.dapo.reward_func",
+    "math_verify": "slime_retool.reward.math_verify.reward_func",
+}
+"""`--rm-type` as a dotted path."""
+
+USABLE = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+CANCEL_PATIENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The two functions of a run, and the names they are reported under."""
+
+    generate: Any
+    reward: Any
+    generate_path: str
+    reward_path: str
+
+    @classmethod
+    def load(cls, config: Config) -> Hooks:
+        """Import what the configuration names. Raises ConfigError for a path that does not exist."""
+        generate = config.custom_generate_function_path or DEFAULT_GENERATE
+        reward = config.custom_rm_path or BUILT_IN_REWARDS[config.rm_type]
+        return cls(
+            load_function(generate, "--custom-generate-function-path"),
+            load_function(reward, "--custom-rm-path" if config.custom_rm_path else "--rm-type"),
+            generate,
+            reward,
+        )
+
+
+async def run_sample(config: Config, hooks: Hooks, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generate and score one sample; returns it COMPLETED, TRUNCATED, ABORTED or FAILED.
+
+    Raises whatever a hook raises that is not a RolloutError, and ValueError when a hook leaves the sample inconsistent or
+    returns something that is not a score.
+    """
+    where = hooks.generate_path
+    try:
+        sample = await hooks.generate(config, sample, dict(sampling_params))
+        _check_generated(sample, hooks.generate_path)
+        if sample.status in USABLE:
+            where = hooks.reward_path
+            reward = hooks.reward(config, sample)
+            sample.reward = await reward if inspect.isawaitable(reward) else reward
+            sample.reward_value(config.reward_key)
+    except RolloutError as error:
+        sample.status = SampleStatus.FAILED
+        sample.error = f"{error.boundary}: {error}"
+        logger.warning("sample %d failed at the %s", sample.index, sample.error)
+    except Exception:
+        logger.error("%s raised at sample %d; this ends the rollout", where, sample.index)
+        raise
+    return sample
+
+
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, Sample]]) -> list[Sample]:
+    """Results in order. The first exception cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+            task.add_done_callback(_forget)
+        raise
+
+
+async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for them, but only a few seconds: a hook may refuse to end."""
+    for task in tasks:
+        task.cancel()
+        task.add_done_callback(_forget)
+    if tasks:
+        _, stubborn = await asyncio.wait(tasks, timeout=CANCEL_PATIENCE_SECONDS)
+        if stubborn:
+            logger.warning("%d tasks ignore their cancellation and are left to themselves", len(stubborn))
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    """Look at a cancelled task's exception, so that asyncio does not report it as never seen."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _check_generated(sample: Any, path: str) -> None:
+    if not isinstance(sample, Sample):
+        raise ValueError(f"{path} must return the sample, got {type(sample).__name__}")
+    if sample.status == SampleStatus.PENDING:
+        raise ValueError(f"{path} left sample {sample.index} PENDING; set its status (COMPLETED, TRUNCATED, ...)")
+    if sample.status in USABLE:
+        sample.check()
+        if not any(sample.loss_mask):
+            raise ValueError(f"{path} returned sample {sample.index} as {sample.status.value} without a model token")

@@ -1,0 +1,145 @@
+"""The rollout side of a run behind plain synchronous methods: usable from a loop, a script or a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from slime_retool.config import Config
+from slime_retool.data.source import PromptDataSource, load_eval_samples
+from slime_retool.errors import ConfigError
+from slime_retool.plugins import load_function
+from slime_retool.rollout import evaluate as evaluation
+from slime_retool.rollout.context import RolloutContext, use_context
+from slime_retool.rollout.engine_client import EngineStats, RouterClient
+from slime_retool.rollout.hooks import Hooks, cancel
+from slime_retool.rollout.rendering import load_tokenizer
+from slime_retool.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class RolloutManager:
+    """Owns the tokenizer, the data's position, the engine client and one asyncio loop in a thread of its own.
+
+    Not for use by several threads at once.
+    """
+
+    def __init__(self, config: Config, *, tokenizer: Any = None) -> None:
+        """Load tokenizer (default: --hf-checkpoint's), data, evaluation sets and hooks, so that mistakes show now.
+
+        Raises ConfigError or DataError.
+        """
+        self.config = config
+        if tokenizer is None:
+            if config.hf_checkpoint is None:
+                raise ConfigError("--hf-checkpoint is required: its tokenizer renders the prompts")
+            tokenizer = load_tokenizer(config.hf_checkpoint)
+        self.data = PromptDataSource(config, tokenizer)
+        self.eval_sets = load_eval_samples(config)
+        self._rollout = load_function(config.rollout_function_path, "--rollout-function-path")
+        if not config.debug_train_only:
+            Hooks.load(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread.start()
+        self._client: RouterClient | None = None
+        self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
+
+    @property
+    def num_rows(self) -> int:
+        """Prompts of one epoch."""
+        return self.data.num_rows
+
+    def connect(self, router_url: str) -> None:
+        """Generate through this router from now on."""
+        self._call(self._connect(router_url))
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """Make one training batch with `--rollout-function-path`; its errors are raised here."""
+        return self._call(self._generate(rollout_id))
+
+    def evaluate(self, rollout_id: int = -1) -> dict[str, float]:
+        """Figures of all evaluation sets, see `rollout.evaluate`."""
+        return self._call(self._evaluate(rollout_id))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data."""
+        return self.data.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. Raises ConfigError when the data is another."""
+        self.data.load_state_dict(state)
+
+    def close(self) -> None:
+        """End all that is running, resources of hooks included; safe to call twice."""
+        if self._loop.is_closed():
+            return
+        try:
+            self._call(self._close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> RolloutManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run on the loop and wait. An interrupt here (Ctrl-C) cancels what runs there."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _connect(self, router_url: str) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+        config = self.config
+        self._client = RouterClient(
+            router_url,
+            concurrency=config.sglang_server_concurrency * max(1, config.num_engines),
+            timeout=config.rollout_request_timeout,
+            retries=config.rollout_request_retries,
+        )
+        self._context.engine = self._client
+
+    async def _generate(self, rollout_id: int) -> RolloutBatch:
+        if self._client is not None:
+            self._client.take_stats()
+        async with use_context(self._context):
+            batch = await self._rollout(self._context, self.data, rollout_id)
+        if self._client is not None:
+            batch.metrics |= _engine_figures(self._client.take_stats())
+        return batch
+
+    async def _evaluate(self, rollout_id: int) -> dict[str, float]:
+        async with use_context(self._context):
+            return await evaluation.evaluate(self._context, self.eval_sets, rollout_id)
+
+    async def _close(self) -> None:
+        await cancel([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+        await self._context.aclose()
+        if self._client is not None:
+            await self._client.aclose()
+
+
+def _engine_figures(stats: EngineStats) -> dict[str, float]:
+    """`cached_token_ratio`: prompt tokens that the engines had in their cache."""
+    return {
+        "rollout/engine_requests": float(stats.requests),
+        "rollout/engine_retries": float(stats.retries),
+        "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
+    }

@@ -1,0 +1,189 @@
+"""The default rollout: groups of samples are generated and scored until enough of them can be trained on.
+
+For each prompt n samples run at once (generate, then reward). A finished group is
+
+- kept, when at least two of its samples are usable (one, for groups of one) and the filter, if any, agrees;
+- dropped by the filter (`--dynamic-sampling-filter-path`), or failed (outages left too few usable samples): another
+  prompt takes its place.
+
+With `--over-sampling-batch-size` more groups run than are needed; as soon as enough are kept, the rest is cancelled:
+one slow reward or one endless answer never delays training. That favours groups that finish early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from slime_retool.algo.advantages import group_relative_advantages
+from slime_retool.config import Config
+from slime_retool.errors import DataError, RolloutError
+from slime_retool.plugins import load_function
+from slime_retool.rollout.context import DataSource, RolloutContext
+from slime_retool.rollout.dump import dump_samples
+from slime_retool.rollout.figures import sample_figures
+from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample
+from slime_retool.rollout.sampling import training_sampling_params
+from slime_retool.types import RolloutBatch, Sample, TrainSample
+
+Group = list[Sample]
+FilterFn = Callable[[Config, Group], bool]
+
+
+async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
+    """One training batch of `rollout_batch_size` groups, ordered by group.
+
+    Failed and aborted samples are left out, and the advantages of a group are relative to its remaining ones.
+
+    Raises DataError when `max_sampling_rounds` times as many prompts did not give enough groups, RolloutError when no
+    sample could be generated at all, and whatever a hook raises that is not a RolloutError.
+    """
+    config = context.config
+    assert config.rollout_batch_size is not None
+    started = time.monotonic()
+    sampling = _Sampling(context, data, rollout_id)
+    await sampling.run()
+    kept = sorted(sampling.kept, key=lambda group: group[0].group_index)
+    trained = [pair for group in kept for pair in _with_advantages(config, group)]
+    finished = [sample for group in sampling.finished for sample in group]
+    seconds = time.monotonic() - started
+    figures = sample_figures(finished, config.reward_key) | {
+        "train_samples": float(len(trained)),
+        "groups_kept": float(len(kept)),
+        "groups_dropped": float(sampling.num_filtered),
+        "groups_failed": float(sampling.num_failed),
+        "groups_cancelled": float(sampling.num_cancelled),
+        "seconds": seconds,
+        "tokens_per_second": sum(sum(sample.loss_mask) for sample in finished) / max(seconds, 1e-9),
+    }
+    if config.dump_rollouts:
+        path = Path(config.output_dir) / "rollouts" / f"rollout_{rollout_id:06d}.jsonl"
+        advantages = {id(sample): train.advantage for sample, train in trained}
+        rows = [(s, {"rollout_id": rollout_id, "advantage": advantages.get(id(s))}) for s in finished]
+        await asyncio.to_thread(dump_samples, path, rows)
+    metrics = {f"rollout/{name}": value for name, value in figures.items()}
+    return RolloutBatch([train for _, train in trained], metrics)
+
+
+def _with_advantages(config: Config, group: Group) -> list[tuple[Sample, TrainSample]]:
+    """The usable samples of one group, and what the trainer needs of each."""
+    usable = _usable(group)
+    rewards = [sample.reward_value(config.reward_key) for sample in usable]
+    advantages = group_relative_advantages(rewards, normalize_std=not config.disable_grpo_std_normalization)
+    return [
+        (sample, TrainSample.from_sample(sample, reward=reward, advantage=advantage))
+        for sample, reward, advantage in zip(usable, rewards, advantages, strict=True)
+    ]
+
+
+def _usable(group: Group) -> Group:
+    return [sample for sample in group if sample.status in USABLE]
+
+
+@dataclass
+class _Sampling:
+    """The loop that keeps enough groups in flight."""
+
+    context: RolloutContext
+    data: DataSource
+    rollout_id: int
+    kept: list[Group] = field(default_factory=list)
+    finished: list[Group] = field(default_factory=list)
+    """Every group that ended by itself, kept or not."""
+    num_drawn: int = 0
+    num_filtered: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    last_error: str = ""
+
+    async def run(self) -> None:
+        config = self.context.config
+        assert config.rollout_batch_size is not None
+        self._target = config.rollout_batch_size
+        self._limit = config.max_sampling_rounds * self._target
+        self._at_once = max(self._target, config.over_sampling_batch_size or 0)
+        self._hooks = Hooks.load(config)
+        self._params = training_sampling_params(config)
+        self._filter: FilterFn | None = None
+        if config.dynamic_sampling_filter_path is not None:
+            self._filter = load_function(config.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
+        running: set[asyncio.Task[Group]] = set()
+        bar = tqdm(
+            total=self._target,
+            desc=f"rollout {self.rollout_id}",
+            unit="group",
+            leave=False,
+            disable=config.no_progress,
+        )
+        try:
+            while len(self.kept) < self._target:
+                running |= self._start(self._wanted() - len(running))
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda task: task.get_name()):
+                    self._judge(task.result())
+                bar.update(len(self.kept) - bar.n)
+            self.num_cancelled = len(running)
+        finally:
+            bar.close()
+            await cancel(list(running))
+
+    def _wanted(self) -> int:
+        """Groups that should run now: what is missing, times the over-sampling."""
+        missing = self._target - len(self.kept)
+        return math.ceil(missing * self._at_once / self._target)
+
+    def _start(self, count: int) -> set[asyncio.Task[Group]]:
+        """Draw up to `count` prompts and start them. Raises DataError when nothing may be drawn any more."""
+        count = min(count, self._limit - self.num_drawn)
+        if count < 1:
+            return set()
+        self.num_drawn += count
+        groups = self.data.next_groups(count)
+        return {asyncio.create_task(self._run(group), name=f"group {group[0].group_index:012d}") for group in groups}
+
+    async def _run(self, group: Group) -> Group:
+        return await run_all(run_sample(self.context.config, self._hooks, s, self._params) for s in group)
+
+    def _judge(self, group: Group) -> None:
+        """Keep a finished group, or count why not. Raises when it has become clear that the batch cannot be filled."""
+        self.finished.append(group)
+        usable = _usable(group)
+        if len(usable) < min(2, len(group)):
+            self.num_failed += 1
+            self.last_error = next((sample.error for sample in group if sample.error), self.last_error)
+        elif self._filter is not None and not self._filter(self.context.config, usable):
+            self.num_filtered += 1
+        elif len(self.kept) < self._target:
+            self.kept.append(group)
+        if self.num_failed == len(self.finished) >= self._target:
+            raise RolloutError(
+                f"rollout {self.rollout_id}: none of {self.num_failed} groups could be generated and scored; the last "
+                f"error: {self.last_error or 'samples were aborted'}"
+            )
+        if len(self.finished) == self.num_drawn >= self._limit and len(self.kept) < self._target:
+            raise DataError(self._explanation())
+
+    def _explanation(self) -> str:
+        config = self.context.config
+        text = (
+            f"rollout {self.rollout_id}: {self.num_drawn} prompts (--max-sampling-rounds {config.max_sampling_rounds} x "
+            f"--rollout-batch-size {self._target}) gave only {len(self.kept)} groups to train on, {self._target} are needed. "
+        )
+        if self.num_filtered:
+            rewards = [s.reward_value(config.reward_key) for group in self.finished for s in _usable(group)]
+            mean = sum(rewards) / len(rewards)
+            text += (
+                f"{self.num_filtered} were dropped by {config.dynamic_sampling_filter_path}, the mean reward is {mean:.3g}: "
+                f"the prompts are too hard or too easy for this model (or the reward cannot tell answers apart); choose "
+                f"others, raise --n-samples-per-prompt, or train longer with SFT. "
+            )
+        if self.num_failed:
+            text += f"{self.num_failed} failed, the last with: {self.last_error or 'samples were aborted'}"
+        return text.strip()

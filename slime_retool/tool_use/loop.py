@@ -1,0 +1,157 @@
+"""The conversation between a model and its tools, for one sample: ids in, ids out.
+
+Each round: send all ids, append the engine's ids and log-probs as they are, parse the turn's text, run its
+calls at once, append the observations' ids with loss mask 0.
+
+How it ends:
+- COMPLETED: a turn without calls.
+- TRUNCATED: a budget in tokens, turns or tool calls is used up. Observations that leave the model no token to
+  answer are not appended.
+- ABORTED: the engine was told to stop.
+- EngineError, ToolUnavailable: raised; the sample is not to be trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime_retool.errors import ConfigError, EngineError, RolloutError
+from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult
+from slime_retool.tool_use.conversation import ConversationRenderer
+from slime_retool.tool_use.parser import parse_tool_calls
+from slime_retool.tool_use.registry import ToolRegistry
+from slime_retool.types import Sample, SampleStatus
+
+if TYPE_CHECKING:
+    from slime_retool.rollout.context import Completion, GenerationEngine
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBudgets:
+    """Limits of one sample. Raises ConfigError when one is below 1."""
+
+    max_response_tokens: int
+    """Response, observations included."""
+    max_context_tokens: int | None = None
+    """Prompt and response together."""
+    max_turns: int = 16
+    max_tool_calls: int = 16
+    """Executed calls. After the last one the model still gets to see its result and answer."""
+    max_observation_tokens: int = 512
+    """Text of one observation."""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "rollout_max_response_len": self.max_response_tokens,
+            "rollout_max_context_len": self.max_context_tokens,
+            "max_turns": self.max_turns,
+            "max_observation_tokens": self.max_observation_tokens,
+        }
+        for name, value in limits.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+    def remaining(self, sample: Sample) -> int:
+        """Tokens that the sample may still grow by."""
+        left = self.max_response_tokens - sample.response_length
+        if self.max_context_tokens is not None:
+            left = min(left, self.max_context_tokens - len(sample.tokens))
+        return left
+
+
+async def run_tool_loop(
+    engine: GenerationEngine,
+    renderer: ConversationRenderer,
+    registry: ToolRegistry,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    budgets: LoopBudgets,
+) -> Sample:
+    """Generate one response with tools into `sample`, from its prompt on; anything from an earlier try is dropped.
+
+    Raises EngineError or ToolUnavailable on an outage, RolloutError when the prompt leaves no room for a response.
+    """
+    sample.reset()
+    sample.tokens = renderer.prompt_ids(sample.prompt)
+    if budgets.remaining(sample) < 1:
+        raise RolloutError(
+            f"the prompt has {len(sample.tokens)} tokens and leaves no room for a response within "
+            f"rollout_max_context_len {budgets.max_context_tokens}; raise it or set rollout_max_prompt_len"
+        )
+    while sample.status is SampleStatus.PENDING:
+        params = {**sampling_params, "max_new_tokens": budgets.remaining(sample)}
+        # A copy: the engine must not see ids that are appended while it still holds the request.
+        completion = await engine.generate(list(sample.tokens), params, session=str(sample.index))
+        _append_turn(sample, completion, renderer, params["max_new_tokens"])
+        if completion.finish_reason == "abort":
+            sample.status = SampleStatus.ABORTED
+        elif completion.finish_reason == "length":
+            sample.status = SampleStatus.TRUNCATED
+        else:
+            calls = parse_tool_calls(renderer.text(completion.ids), renderer.tools)
+            if not calls:
+                sample.status = SampleStatus.COMPLETED
+            elif not await _answer_calls(sample, calls, renderer, registry, budgets):
+                sample.status = SampleStatus.TRUNCATED
+    sample.check()
+    return sample
+
+
+def _append_turn(sample: Sample, completion: Completion, renderer: ConversationRenderer, limit: int) -> None:
+    if len(completion.ids) != len(completion.log_probs) or len(completion.ids) > limit:
+        raise EngineError(
+            f"the engine must return one log-prob for each of at most {limit} tokens, got {len(completion.ids)} "
+            f"tokens and {len(completion.log_probs)} log-probs"
+        )
+    sample.append(completion.ids, log_probs=completion.log_probs)
+    sample.response += renderer.text(completion.ids)
+    sample.weight_versions.append(completion.weight_version)
+    sample.num_turns += 1
+
+
+async def _answer_calls(
+    sample: Sample,
+    calls: Sequence[ToolCall | ToolCallError],
+    renderer: ConversationRenderer,
+    registry: ToolRegistry,
+    budgets: LoopBudgets,
+) -> bool:
+    """Run a turn's calls and append what they show; False when a budget ends the sample instead."""
+    calls_left = budgets.max_tool_calls - sample.num_tool_calls
+    if sample.num_turns >= budgets.max_turns or calls_left <= 0:
+        return False
+    executed = [call for call in calls if isinstance(call, ToolCall)][:calls_left]
+    results = iter(await _all(registry.execute(call) for call in executed))
+    sample.num_tool_calls += len(executed)
+    observations = []
+    for call in calls:
+        if isinstance(call, ToolCallError):
+            text = call.message
+        else:
+            result = next(results, None) or ToolResult(
+                f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools."
+            )
+            sample.num_tool_errors += result.is_error
+            text = result.text
+        observations.append(renderer.fit_observation(text, budgets.max_observation_tokens))
+    ids = renderer.observation_ids(observations, sample.tokens)
+    if len(ids) >= budgets.remaining(sample):
+        return False
+    sample.append(ids, log_probs=None)
+    sample.response += renderer.text(ids)
+    return True
+
+
+async def _all(running: Iterable[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
+    """Await all at once; when one raises, the others are cancelled and have ended before it goes on."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in running]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

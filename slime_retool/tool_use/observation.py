@@ -1,0 +1,72 @@
+"""Makes a tool's output safe and short enough to show to the model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# Tags that structure a conversation in the Qwen and ReTool formats, also where a tokenizer has no token for them.
+_TAGS = "tool_call|tool_response|tools|think|code|interpreter|answer"
+_TAG = re.compile(rf"<(?=/?(?:{_TAGS})\s*>|\|)", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+# More characters than tokens of real text ever hold: longer outputs are cut before they are tokenized.
+_MAX_CHARS_PER_TOKEN = 32
+
+
+class ObservationFilter:
+    """Neutralises and shortens tool output for one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        specials = {
+            str(token.content)
+            for token in tokenizer.added_tokens_decoder.values()
+            if len(str(token.content)) > 1 and (token.special or str(token.content).startswith("<"))
+        }
+        # Longest first, so that of two tokens with a common beginning the whole one is found.
+        ordered = sorted(specials, key=lambda token: (-len(token), token))
+        self._special = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    def clean(self, text: str) -> str:
+        """Text that cannot be taken for template structure.
+
+        A space is put after the first character of every special token and template tag. Control characters and
+        lone surrogates are written as escapes; line ends become newlines.
+        """
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        text = text.encode("utf-8", "backslashreplace").decode()
+        text = _TAG.sub("< ", text)
+        if self._special is not None:
+            text = self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+        return text
+
+    def fit(self, text: str, max_tokens: int) -> str:
+        """`text`, or its head and tail with a note of what is missing, in at most `max_tokens` tokens.
+
+        Of the tail at least the last line is kept (its end, if it is too long by itself): that is where a result or an
+        exception's message stands.
+        """
+        text = text.rstrip()
+        keep = min(len(text), _MAX_CHARS_PER_TOKEN * max_tokens)
+        shown = _cut(text, keep)
+        while (count := self._count(shown)) > max_tokens:
+            # Density differs within the text: aim a little below, and always make progress.
+            keep = min(keep - 1, int(keep * max_tokens / count * 0.95))
+            if keep <= 0:
+                return ""
+            shown = _cut(text, keep)
+        return shown
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _cut(text: str, keep: int) -> str:
+    """`keep` characters of text: two thirds from its head and one from its tail, or more to keep the last line."""
+    if len(text) <= keep:
+        return text
+    last_line = len(text) - (text.rfind("\n") + 1)
+    tail = min(keep, max(keep // 3, last_line))
+    head = keep - tail
+    return f"{text[:head]}\n... [{len(text) - keep} characters omitted] ...\n{text[len(text) - tail :]}".lstrip("\n")

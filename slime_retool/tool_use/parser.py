@@ -1,0 +1,105 @@
+"""Finds the tool calls in one assistant turn: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+The end of a call is where its JSON value ends, so code may contain any tag. Nothing that the model wrote is
+evaluated, and nothing here raises: what cannot be executed becomes a `ToolCallError`, which tells the model why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from slime_retool.tool_use.calls import ToolCall, ToolCallError
+from slime_retool.tool_use.schema import check_arguments
+from slime_retool.types import ToolSchema
+
+OPEN, CLOSE, END_OF_THINKING = "<tool_call>", "</tool_call>", "</think>"
+_FORM = f'{OPEN}\n{{"name": "tool name", "arguments": {{...}}}}\n{CLOSE}'
+# Not strict: raw newlines and tabs inside strings are what models write in code.
+_DECODER = json.JSONDecoder(strict=False)
+
+
+def parse_tool_calls(text: str, tools: Sequence[ToolSchema] | None = None) -> list[ToolCall | ToolCallError]:
+    """All calls of `text`, in order; empty when the turn is an answer.
+
+    With `tools`, names and arguments are checked against their schemas. Calls mentioned in reasoning that ends
+    with `</think>` do not count.
+    """
+    schemas = None if tools is None else {tool["function"]["name"]: tool["function"] for tool in tools}
+    calls: list[ToolCall | ToolCallError] = []
+    position = 0
+    while True:
+        start = text.find(OPEN, position)
+        thought = text.find(END_OF_THINKING, position)
+        if 0 <= thought and (start < 0 or thought < start):
+            calls.clear()
+            position = thought + len(END_OF_THINKING)
+            continue
+        if start < 0:
+            return calls
+        value, position = _read_call(text, start + len(OPEN))
+        calls.append(value if isinstance(value, ToolCallError) else _to_call(value, schemas))
+
+
+def _read_call(text: str, position: int) -> tuple[Any, int]:
+    """The JSON value at `position` and where to look on; or a ToolCallError and where to look on."""
+    begin = _skip_space(text, position)
+    try:
+        value, end = _DECODER.raw_decode(text, begin)
+    except RecursionError:
+        return ToolCallError("Error: the JSON in <tool_call> is nested too deeply."), _resume(text, begin)
+    except json.JSONDecodeError as error:
+        at = error.pos
+        seen = text[max(begin, at - 20) : at + 20]
+        message = (
+            f"Error: the content of <tool_call> is not valid JSON ({error.msg} near {seen!r}). "
+            'Escape double quotes (\\") and backslashes (\\\\) inside strings. Use this form:\n' + _FORM
+        )
+        return ToolCallError(message), _resume(text, at)
+    except ValueError as error:  # an integer with more digits than Python converts
+        return ToolCallError(f"Error: the content of <tool_call> cannot be read ({error})."), _resume(text, begin)
+    end = _skip_space(text, end)
+    if not text.startswith(CLOSE, end):
+        found = text[end : end + 20]
+        message = f"Error: {CLOSE} must follow the JSON of a call, found {found!r}. Use this form:\n{_FORM}"
+        return ToolCallError(message), _resume(text, end)
+    return value, end + len(CLOSE)
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _resume(text: str, position: int) -> int:
+    """Where to go on after a broken call: behind its closing tag, or at the next opening one if that is nearer."""
+    closing, opening = text.find(CLOSE, position), text.find(OPEN, position)
+    if closing >= 0 and (opening < 0 or closing < opening):
+        return closing + len(CLOSE)
+    return opening if opening >= 0 else position
+
+
+def _to_call(value: Any, schemas: dict[str, Any] | None) -> ToolCall | ToolCallError:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or "arguments" not in value:
+        return ToolCallError(
+            'Error: a tool call must be one JSON object with a string "name" and an object "arguments". '
+            "Use this form:\n" + _FORM
+        )
+    name, arguments = value["name"], value["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError):
+            return ToolCallError(f'Error: "arguments" of {name} must be a JSON object, got text that is not JSON.')
+    if not isinstance(arguments, dict):
+        kind = type(arguments).__name__
+        return ToolCallError(f'Error: "arguments" of {name} must be a JSON object of named arguments, got {kind}.')
+    if schemas is not None:
+        if name not in schemas:
+            return ToolCallError(f"Error: there is no tool {name!r}. Available: {', '.join(schemas) or 'none'}.")
+        problem = check_arguments(arguments, schemas[name].get("parameters") or {})
+        if problem:
+            return ToolCallError(f"Error: wrong arguments for {name}: {problem}.")
+    return ToolCall(name, arguments)

@@ -1,0 +1,103 @@
+"""The tools a model may call. A tool is a schema and an async function:
+
+    async def now(arguments: dict) -> str:
+        return datetime.now(ZoneInfo(arguments["zone"])).isoformat()
+
+    zone = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
+    registry = ToolRegistry([Tool("now", "The time in a time zone.", zone, now)])
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime_retool.errors import ConfigError, ToolUnavailable
+from slime_retool.tool_use.calls import ToolCall, ToolResult
+from slime_retool.types import ToolSchema
+
+NO_OUTPUT = "(no output)"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool. `function` gets arguments that fit `parameters` and returns what the model is shown.
+
+    It raises ToolUnavailable when its back end is down. What the call itself did wrong is for the model to see:
+    `ToolResult(text, is_error=True)`.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON Schema of the arguments object."""
+    function: Callable[[dict[str, Any]], Awaitable[ToolResult | str]]
+
+    def schema(self) -> ToolSchema:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+class ToolRegistry:
+    """Tools by name, executed with retries during outages.
+
+    `retries`: further tries after ToolUnavailable, the first after `retry_delay` seconds, then twice as long each.
+    """
+
+    def __init__(self, tools: Sequence[Tool] = (), *, retries: int = 3, retry_delay: float = 0.5) -> None:
+        self._tools: dict[str, Tool] = {}
+        self._retries = retries
+        self._retry_delay = retry_delay
+        for tool in tools:
+            self.add(tool)
+
+    def add(self, tool: Tool) -> None:
+        """Raises ConfigError when the name is taken."""
+        if tool.name in self._tools:
+            raise ConfigError(f"there are two tools named {tool.name!r}; names must differ")
+        self._tools[tool.name] = tool
+
+    def schemas(self) -> list[ToolSchema]:
+        return [tool.schema() for tool in self._tools.values()]
+
+    def require(self, schemas: Sequence[ToolSchema]) -> None:
+        """Raises ConfigError when a data row offers the model a tool that is not registered."""
+        missing = [name for schema in schemas if (name := schema["function"]["name"]) not in self._tools]
+        if missing:
+            known = ", ".join(self._tools) or "none"
+            raise ConfigError(
+                f"the data offers tools that no code is registered for: {', '.join(missing)} (registered: {known}); "
+                "add them to the registry or change the tools column"
+            )
+
+    async def execute(self, call: ToolCall) -> ToolResult:
+        """Run one call.
+
+        Raises ToolUnavailable when the tool is down after all retries, or has a bug (it raised something else):
+        neither is an observation that a model should learn from.
+        """
+        tool = self._tools[call.name]
+        delay = self._retry_delay
+        for attempt in range(self._retries + 1):
+            try:
+                return _to_result(await tool.function(call.arguments), call.name)
+            except ToolUnavailable:
+                if attempt == self._retries:
+                    raise
+            except Exception as error:
+                raise ToolUnavailable(f"tool {call.name!r} raised {type(error).__name__}: {error}") from error
+            await asyncio.sleep(delay)
+            delay *= 2
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _to_result(value: ToolResult | str | None, name: str) -> ToolResult:
+    if value is None:
+        value = ""
+    if isinstance(value, str):
+        value = ToolResult(value)
+    if not isinstance(value, ToolResult) or not isinstance(value.text, str):
+        raise TypeError(f"it must return text or a ToolResult, got {type(value).__name__}")
+    return value if value.text.strip() else ToolResult(NO_OUTPUT, value.is_error)

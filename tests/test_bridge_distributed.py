@@ -1,0 +1,212 @@
+"""Megatron models of converted checkpoints against transformers, at several layouts, in gloo processes.
+
+Each group of processes does everything that its size allows, because starting one costs seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from bridge_models import KINDS, save_tiny_model, tiny_model
+from dist_utils import run_distributed
+from safetensors.torch import load_file
+
+from megatron_bridge.checkpoint import load_model, model_state_dict, save_model, write_latest
+from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
+from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
+from megatron_bridge.layout import hf_tensors_from_megatron, merge_tp
+from megatron_bridge.names import global_name
+
+LENGTHS = [7, 1, 12, 4]
+TOLERANCE = 1e-4
+
+LAYOUTS = {
+    1: [dict(tp=1, pp=1)],
+    2: [
+        dict(tp=2, pp=1),
+        dict(tp=2, pp=1, sequence_parallel=True),
+        dict(tp=1, pp=2, first=1),
+        dict(tp=1, pp=2, last=1),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """For every kind: {kind}/hf and {kind}/td, fp32, and the logits of transformers for each sequence alone."""
+    root = tmp_path_factory.mktemp("bridge")
+    for kind in KINDS:
+        source = save_tiny_model(kind, root / kind / "hf")
+        model = model_args_from_hf(read_hf_config(source))
+        convert_hf_to_torch_dist(model, source, root / kind / "td", progress=False)
+        reference = tiny_model(kind)
+        with torch.no_grad():
+            logits = [reference(tokens[None]).logits[0] for tokens in sequences()]
+        torch.save(torch.cat(logits), root / kind / "logits.pt")
+    return root
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 101, (length,), generator=generator) for length in LENGTHS]
+
+
+def test_one_process(checkpoints):
+    check_worlds(checkpoints, 1)
+
+
+def test_two_processes(checkpoints):
+    check_worlds(checkpoints, 2)
+
+
+def check_worlds(root: Path, world_size: int) -> None:
+    errors = run_distributed(check_layouts, world_size, str(root))[0]
+    too_large = {case: error for case, error in errors.items() if not error < TOLERANCE}
+    assert not too_large
+    assert len(errors) == len(LAYOUTS[world_size]) * len(KINDS) * 2
+    # what each layout saved goes back to the original weights
+    saved = sorted(root.glob(f"*/saved-{world_size}-*"))
+    assert len(saved) == len(LAYOUTS[world_size])
+    for directory in saved:
+        source, out = directory.parent / "hf", directory.parent / ("hf-of-" + directory.name)
+        convert_torch_dist_to_hf(directory, out, source, progress=False)
+        back, original = hf_weights(out), hf_weights(source)
+        assert back.keys() == original.keys()
+        assert all(torch.equal(back[name], original[name]) for name in original), directory
+
+
+def hf_weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+# --- in the processes -------------------------------------------------------------------------------------------
+
+
+def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
+    """Largest difference of the logits for every layout and kind, packed and (first sequence) alone."""
+    from megatron.core import parallel_state
+
+    from megatron_bridge.model import init_parallel
+
+    errors: dict[str, float] = {}
+    for number, layout in enumerate(LAYOUTS[world_size]):
+        init_parallel(layout["tp"], layout["pp"])
+        for kind in KINDS:
+            directory = Path(root) / kind
+            expected = torch.load(directory / "logits.pt")
+            gpt, model = build(directory, **layout)
+            load_model([gpt], directory / "td")
+            case = f"{kind} {layout}"
+            tokens = torch.cat(sequences())
+            errors[case] = difference(logits(gpt, model, tokens, LENGTHS), expected)
+            alone = LENGTHS[0] if not layout.get("sequence_parallel") else None
+            if alone is None:
+                # T must be a multiple of tp: pad with a sequence of its own
+                got = logits(gpt, model, tokens[[*range(7), 0]], [7, 1])[:7]
+            else:
+                got = logits(gpt, model, tokens[:alone], None)
+            errors[case + " alone"] = difference(got, expected[:7])
+            check_weight_export(gpt, model, directory, layout["tp"])
+            if kind != KINDS[number % len(KINDS)]:
+                continue  # saving starts processes: one kind per layout is enough
+            saved = directory / f"saved-{world_size}-{number}"
+            if number % 2 == 0:
+                save_model([gpt], saved / "iter_0000003")
+            else:
+                save_with_optimizer(gpt, saved / "iter_0000003")
+            write_latest(saved, 3)
+        parallel_state.destroy_model_parallel()
+    return errors
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max())
+
+
+def build(directory: Path, *, tp: int, pp: int, sequence_parallel=False, first=None, last=None):
+    from megatron.core import parallel_state
+
+    from megatron_bridge.model import build_gpt_model, transformer_config
+
+    model = model_args_from_hf(read_hf_config(directory / "hf"))
+    config = transformer_config(
+        model, tp=tp, pp=pp, sequence_parallel=sequence_parallel,
+        decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last,
+    )  # fmt: skip
+    gpt = build_gpt_model(
+        model, config, pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )  # fmt: skip
+    return gpt.eval(), model
+
+
+def logits(gpt, model, tokens: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
+    """[T, vocabulary], the same on every rank; `lengths` None runs one unpacked row."""
+    from megatron.core import parallel_state
+
+    from megatron_bridge.model import packed_seq_params
+
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    group = parallel_state.get_tensor_model_parallel_group()
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    packed = packed_seq_params(lengths) if lengths else None
+    hidden_size = gpt.config.hidden_size
+    with torch.no_grad():
+        if not first:
+            received = torch.empty(len(tokens), 1, hidden_size)
+            dist.recv(received, src=0)
+            gpt.set_input_tensor(received)
+        positions = torch.arange(len(tokens))[None]
+        out = gpt(tokens[None], positions, None, packed_seq_params=packed)
+        if not last:
+            dist.send(out.contiguous(), dst=1)
+            out = torch.empty(len(tokens), model.vocab_size)
+        else:
+            shards = [torch.empty_like(out) for _ in range(tp)]
+            dist.all_gather(shards, out.contiguous(), group=group)
+            whole = torch.cat(shards, dim=-1)[0]
+            assert (whole[:, model.vocab_size :] < -1e8).all()  # padding has no probability
+            out = whole[:, : model.vocab_size].contiguous()
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast(out, src=1)
+    return out
+
+
+def check_weight_export(gpt, model, directory: Path, tp: int) -> None:
+    """Parameters gathered over tensor-parallel ranks, named and split as HF, equal the checkpoint's."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    original = hf_weights(directory / "hf")
+    group, offset = parallel_state.get_tensor_model_parallel_group(), get_transformer_layer_offset(gpt.config)
+
+    def gathered():
+        for local_name, parameter in gpt.named_parameters():
+            shards = [torch.empty_like(parameter.data) for _ in range(tp)]
+            dist.all_gather(shards, parameter.data, group=group)
+            name = global_name(local_name, offset)
+            yield name, merge_tp(name, shards, model)
+
+    exported = dict(hf_tensors_from_megatron(gathered(), model))
+    assert all(torch.equal(value, original[name]) for name, value in exported.items())
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        assert exported.keys() == original.keys()
+
+
+def save_with_optimizer(gpt, directory: Path) -> None:
+    """A trainer's checkpoint: weights and Adam states of the same names under `optimizer.`."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    ddp = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=0.0), [ddp])
+    state = model_state_dict([gpt])
+    state["optimizer"] = optimizer.sharded_state_dict(state)
+    dist_checkpointing.save(state, str(directory))

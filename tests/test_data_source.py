@@ -1,0 +1,242 @@
+"""Readers and the prompt source: rows come back as written, and their order survives a resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_data_rendering import byte_tokenizer
+
+from slime_retool.config import parse_config
+from slime_retool.data.messages import parse_messages, parse_tools
+from slime_retool.data.readers import read_rows, write_rows
+from slime_retool.data.source import PromptDataSource, copy_sample, load_eval_samples, samples_from_file
+from slime_retool.errors import ConfigError, DataError
+
+SCHEMAS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"x": 1}}}},
+    },
+    {
+        "type": "function",
+        "function": {"name": "say", "parameters": {"type": "object", "properties": {"t": {"y": 2}}}},
+    },
+]
+
+
+def jsonl(path, rows):
+    write_rows(path, rows)
+    return str(path)
+
+
+def source(tmp_path, count, *flags):
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": f"{i:03}", "label": i} for i in range(count)])
+    return PromptDataSource(parse_config(["--prompt-data", file, *flags]), byte_tokenizer())
+
+
+def prompts(data, count):
+    return [group[0].prompt for group in data.next_groups(count)]
+
+
+# Readers
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "parquet"])
+def test_rows_come_back_exactly_as_written(tmp_path, extension):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "line\u2028separator\x85 and\r\nmore"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "é"},
+    ]
+    rows = [{"messages": messages[:n], "tools": SCHEMAS[:t], "n": n} for n in (3, 1) for t in (2, 1)]
+    write_rows(tmp_path / f"rows.{extension}", rows)
+    assert read_rows(tmp_path / f"rows.{extension}") == rows
+
+
+def test_numpy_arrays_written_by_pandas_come_back_as_lists(tmp_path):
+    import numpy
+    import pandas
+
+    frame = pandas.DataFrame({"a": [numpy.array([1, 2])], "m": [numpy.array([{"role": "user", "content": "x"}])]})
+    frame.to_parquet(tmp_path / "f.parquet")
+    assert read_rows(tmp_path / "f.parquet") == [{"a": [1, 2], "m": [{"role": "user", "content": "x"}]}]
+
+
+def test_a_null_that_json_lines_state_is_kept(tmp_path):
+    rows = [{"tools": [{"name": "f", "default": None}], "label": None}]
+    assert read_rows(jsonl(tmp_path / "f.jsonl", rows)) == rows
+
+
+def test_a_bad_line_is_named_by_file_and_number(tmp_path):
+    for number, text in ((2, b'{"a": 1}\n{"a": \n'), (3, b'{"a": 1}\n\n[1]\n'), (1, b'{"a": "\xff"}\n')):
+        (tmp_path / "bad.jsonl").write_bytes(text)
+        with pytest.raises(DataError, match=rf"bad.jsonl, line {number}"):
+            read_rows(tmp_path / "bad.jsonl")
+
+
+def test_a_file_that_is_missing_empty_broken_or_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "broken.parquet").write_bytes(b"not parquet")
+    (tmp_path / "table.csv").touch()
+    for name, error, words in (
+        ("nowhere.jsonl", ConfigError, "does not exist"),
+        ("table.csv", ConfigError, "must end in"),
+        ("empty.jsonl", DataError, "holds no rows"),
+        ("broken.parquet", DataError, "not a readable parquet"),
+    ):
+        with pytest.raises(error, match=words):
+            read_rows(tmp_path / name)
+
+
+def test_parquet_output_that_cannot_hold_the_rows_is_a_clear_error(tmp_path):
+    with pytest.raises(DataError, match="write .jsonl instead"):
+        write_rows(tmp_path / "x.parquet", [{"a": [{"b": 1}]}, {"a": "text"}])
+
+
+# Messages and tools
+
+
+def test_both_spellings_of_arguments_and_json_text_become_one_form():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"code": "1"}}}
+    as_text = {"function": {"name": "f", "arguments": '{"code": "1"}'}}
+    for calls in ([call], [as_text], json.dumps([as_text]), [{"name": "f", "arguments": {"code": "1"}}]):
+        message = {"role": "assistant", "content": None, "tool_calls": calls}
+        assert parse_messages([message], "m") == [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def test_tools_may_be_a_list_or_json_text():
+    for value in (SCHEMAS, json.dumps(SCHEMAS), [json.dumps(schema) for schema in SCHEMAS]):
+        assert parse_tools(value, "tools") == SCHEMAS
+    assert parse_tools([], "tools") is None and parse_tools(None, "tools") is None and parse_tools("[]", "t") is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [], "no json", [{"role": "robot", "content": ""}], [{"role": "user", "content": ["a"]}], ["text"],
+        [{"role": "user", "content": "", "tool_calls": [{"function": {"name": "f"}}]}],
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "1 +"}}]}],
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}],
+    ],
+)  # fmt: skip
+def test_malformed_messages_are_refused_by_name(value):
+    with pytest.raises(DataError, match="row 7"):
+        parse_messages(value, "row 7")
+
+
+# Samples
+
+
+def test_a_text_prompt_becomes_a_user_message_only_with_apply_chat_template(tmp_path):
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "[{x}] = ?", "label": 5, "metadata": {"kind": "k"}}])
+    plain = samples_from_file(file, parse_config([]))[0]
+    assert (plain.prompt, plain.label, plain.metadata) == ("[{x}] = ?", "5", {"kind": "k"})
+    chat = samples_from_file(file, parse_config(["--apply-chat-template"]))[0]
+    assert chat.prompt == [{"role": "user", "content": "[{x}] = ?"}]
+
+
+def test_messages_as_json_text_become_a_conversation(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": json.dumps(messages), "tools": json.dumps(SCHEMAS)}])
+    sample = samples_from_file(file, parse_config([]))[0]
+    assert sample.prompt == messages and sample.tools == SCHEMAS and sample.label is None
+
+
+def test_verls_schema_is_read(tmp_path):
+    row = {
+        "data_source": "math", "prompt": [{"role": "user", "content": "q"}], "ability": "math",
+        "reward_model": {"ground_truth": "034", "style": "rule"}, "extra_info": {"index": 3},
+    }  # fmt: skip
+    write_rows(tmp_path / "verl.parquet", [row])
+    sample = samples_from_file(tmp_path / "verl.parquet", parse_config([]))[0]
+    assert (sample.label, sample.metadata) == ("034", {"data_source": "math", "index": 3})
+
+
+def test_a_missing_column_is_named_with_those_there_are(tmp_path):
+    with pytest.raises(DataError, match="row 1: no column 'question', only prompt, label"):
+        source(tmp_path, 1, "--input-key", "question")
+
+
+def test_evaluation_sets_use_their_own_columns(tmp_path):
+    one = jsonl(tmp_path / "a.jsonl", [{"input": "q1", "output": "1"}, {"input": "q2", "output": "2"}])
+    flags = ["--eval-input-key", "input", "--eval-label-key", "output", "--apply-chat-template"]
+    sets = load_eval_samples(parse_config(["--eval-prompt-data", "aime", one, "again", one, *flags]))
+    assert list(sets) == ["aime", "again"]
+    assert [(s.prompt[0]["content"], s.label, s.index) for s in sets["aime"]] == [
+        ("q1", "1", 0),
+        ("q2", "2", 1),
+    ]
+    with pytest.raises(ConfigError, match="names must differ"):
+        load_eval_samples(parse_config(["--eval-prompt-data", "x", one, "x", one, *flags]))
+
+
+def test_a_copied_sample_shares_nothing_that_a_hook_could_change(tmp_path):
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "metadata": {"seen": []}}])
+    original = samples_from_file(file, parse_config([]))[0]
+    copied = copy_sample(original, 8, 4)
+    copied.metadata["seen"].append(1)
+    copied.prompt.append({"role": "assistant", "content": "a"})
+    assert original.metadata == {"seen": []} and len(original.prompt) == 1
+    assert (copied.index, copied.group_index) == (8, 4)
+
+
+# Order
+
+
+def test_groups_hold_n_fresh_samples_with_unique_indices_across_epochs(tmp_path):
+    data = source(tmp_path, 3, "--n-samples-per-prompt", "2")
+    groups = data.next_groups(4)
+    assert [[s.index for s in g] for g in groups] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [[s.group_index for s in g] for g in groups] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert [g[0].prompt for g in groups] == ["000", "001", "002", "000"]
+    assert groups[0][0] is not groups[0][1] and data.num_rows == 3
+
+
+def test_every_epoch_is_whole_and_shuffled_by_seed_and_epoch(tmp_path):
+    first, again, other = (source(tmp_path, 20, "--rollout-shuffle", "--rollout-seed", s) for s in ("1", "1", "2"))
+    epochs = [prompts(first, 20), prompts(first, 20)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [f"{i:03}" for i in range(20)]
+    assert epochs[0] != epochs[1]
+    assert prompts(again, 40) == epochs[0] + epochs[1]
+    assert prompts(other, 20) != epochs[0]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 10, 13, 25])
+def test_a_resumed_run_goes_on_exactly_where_it_stopped(tmp_path, taken):
+    whole, stopped, resumed = (source(tmp_path, 10, "--rollout-shuffle") for _ in range(3))
+    expected = [(g[0].prompt, g[0].index, g[0].group_index) for g in whole.next_groups(taken + 25)][taken:]
+    stopped.next_groups(taken)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert [(g[0].prompt, g[0].index, g[0].group_index) for g in resumed.next_groups(25)] == expected
+
+
+def test_a_position_is_refused_when_the_data_or_its_order_changed(tmp_path):
+    state = source(tmp_path, 10, "--rollout-shuffle").state_dict()
+    for count, flags, key in ((9, ["--rollout-shuffle"], "num_rows"), (10, [], "rollout_shuffle")):
+        with pytest.raises(ConfigError, match=f"taken with {key}"):
+            source(tmp_path, count, *flags).load_state_dict(state)
+
+
+def test_the_length_filter_counts_tokens_and_without_a_limit_drops_nothing(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "日日", "abcdef")]
+    file = jsonl(tmp_path / "p.jsonl", rows)
+    short = len(byte_tokenizer().apply_chat_template(
+        rows[1]["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False
+    ))  # fmt: skip
+    limited = PromptDataSource(
+        parse_config(["--prompt-data", file, "--rollout-max-prompt-len", str(short - 1)]), byte_tokenizer()
+    )
+    # Two characters of three bytes each are six tokens here, as many as "abcdef".
+    assert (limited.num_rows, limited.num_dropped) == (1, 2)
+    unlimited = PromptDataSource(parse_config(["--prompt-data", file]), byte_tokenizer())
+    assert (unlimited.num_rows, unlimited.num_dropped) == (3, 0)
+    with pytest.raises(DataError, match="all 3 prompts have more than --rollout-max-prompt-len 1 tokens"):
+        PromptDataSource(parse_config(["--prompt-data", file, "--rollout-max-prompt-len", "1"]), byte_tokenizer())
+
+
+def test_without_prompt_data_there_is_one_clear_error():
+    with pytest.raises(ConfigError, match="--prompt-data is required"):
+        PromptDataSource(parse_config([]), byte_tokenizer())

@@ -1,0 +1,168 @@
+"""The real parts together: Ray, Megatron-core trainers, SGLang, its router; and nothing left of them afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from sglang_utils import engine_config, make_tiny_checkpoint
+
+from megatron_bridge.convert import convert_hf_to_torch_dist
+from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
+from slime_retool.cluster.cluster import Cluster
+from slime_retool.config import Config, validate
+from slime_retool.engine.admin import EngineAdmin
+from slime_retool.observe.metrics import read_metrics
+from slime_retool.rollout.manager import RolloutManager
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "SLIME_RETOOL_TEST_RUN"
+
+pytestmark = pytest.mark.timeout(420)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A folder with a tiny checkpoint in both formats and a few prompts."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_checkpoint(folder / "hf")
+    args = model_args_from_hf(read_hf_config(folder / "hf"))
+    convert_hf_to_torch_dist(args, folder / "hf", folder / "torch_dist", progress=False)
+    rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "label": str(n + 1)} for n in range(32)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def rl_values(model: Path, output: Path) -> dict[str, object]:
+    return {
+        "ref_load": str(model / "torch_dist"),
+        "prompt_data": str(model / "prompts.jsonl"),
+        "custom_rm_path": "e2e_hooks.alternating_reward",
+        "num_rollout": 2,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 24,
+        "rollout_max_context_len": 256,
+        "lr": 1e-3,
+        "output_dir": str(output),
+    }
+
+
+def test_trainer_and_engine_agree_before_and_after_a_weight_update(model: Path, tmp_path: Path):
+    """Log-probs of the same tokens differ by less than 1e-4; after an update every tensor is the same."""
+    values = rl_values(model, tmp_path) | {
+        "actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+    }  # fmt: skip
+    config: Config = engine_config(model / "hf", **values)
+    validate(config)
+    with Cluster(config) as cluster:
+        assert cluster.start_trainers() == (0, {})
+        urls = cluster.start_engines()
+        manager = RolloutManager(config)
+        try:
+            manager.connect(cluster.start_router(urls))
+            cluster.connect_engines(urls)
+            assert cluster.update_weights() == 1
+            engine = EngineAdmin(urls[0])
+            start = cluster.weight_checksums()
+            assert engine.weight_checksums() == start
+            before = cluster.train(manager.generate(0), 0)
+            assert before["train/logprob_abs_diff"] < 1e-4
+            assert before["train/grad_norm"] > 0
+            assert cluster.update_weights() == 2
+            now = cluster.weight_checksums()
+            assert engine.weight_checksums() == now and now != start
+            batch = manager.generate(1)
+            assert batch.metrics["rollout/weight_version_min"] == 2
+            assert cluster.train(batch, 1)["train/logprob_abs_diff"] < 1e-4
+        finally:
+            manager.close()
+
+
+# The command line, and what is left of it
+
+
+def command(model: Path, output: Path, **changes: object) -> list[str]:
+    values = rl_values(model, output) | {
+        "hf_checkpoint": model / "hf", "device": "cpu", "sglang_max_total_tokens": 16384, **changes,
+    }  # fmt: skip
+    flags = [token for name, value in values.items() for token in ("--" + name.replace("_", "-"), str(value))]
+    return [sys.executable, "-m", "slime_retool.train", *flags]
+
+
+def start(arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
+    """Start a run whose processes can be found again: they all inherit one environment variable."""
+    run = uuid.uuid4().hex
+    env = {**os.environ, MARK: run, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    process = subprocess.Popen(
+        arguments, env=env, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    return process, run
+
+
+def processes_of(run: str) -> dict[int, str]:
+    """Living processes that carry the run's mark: id -> command."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"{MARK}={run}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+            except OSError:
+                continue
+    return found
+
+
+def assert_nothing_left(run: str) -> None:
+    deadline = time.monotonic() + 20
+    while processes_of(run) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert processes_of(run) == {}
+
+
+def wait_for_metrics(path: Path, process: subprocess.Popen[str], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and path.stat().st_size):
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended early:\n{process.stdout.read()}")
+        assert time.monotonic() < deadline, "no metrics in time"
+        time.sleep(0.3)
+
+
+def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_path: Path):
+    arguments = command(model, tmp_path / "out", save=tmp_path / "save", eval_interval=1)
+    process, run = start([*arguments, "--eval-prompt-data", "small", str(model / "prompts.jsonl")])
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert_nothing_left(run)
+    steps = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [row["step"] for row in steps] == [-1, 0, 1]
+    assert all(row["train/logprob_abs_diff"] < 1e-4 for row in steps[1:])
+    assert all("eval/small/accuracy" in row for row in steps)
+    assert [row["rollout/weight_version"] for row in steps[1:]] == [2, 3]
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_process(number: signal.Signals, model: Path, tmp_path: Path):
+    process, run = start(command(model, tmp_path, num_rollout=100_000))
+    wait_for_metrics(tmp_path / "metrics.jsonl", process)
+    assert len(processes_of(run)) > 3
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert_nothing_left(run)
+
+
+def test_a_run_that_fails_says_why_and_leaves_no_process(model: Path, tmp_path: Path):
+    process, run = start(command(model, tmp_path, custom_rm_path="e2e_hooks.broken_reward"))
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1 and "a mistake in the user's reward function" in output
+    assert_nothing_left(run)

@@ -1,0 +1,138 @@
+"""scripts/models/*.sh against the published config.json values and parameter counts."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from dist_utils import run_distributed
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_bridge.flags import OneLineParser, add_flags, from_namespace
+from megatron_bridge.hf_config import check_against_hf
+from megatron_bridge.layout import megatron_shape
+from megatron_bridge.model_config import ModelArgs, padded_vocab_size
+from megatron_bridge.names import global_name, megatron_names
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts" / "models"
+
+KEYS = (
+    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
+)  # fmt: skip
+# The published config.json's values (head_dim None: not in the file), then the published number of parameters.
+PUBLISHED = {
+    "qwen3-0.6B": (("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 1e-6, 1e6, True), 596_049_920),
+    "qwen3-1.7B": (("qwen3", 28, 2048, 6144, 16, 8, 128, 151936, 1e-6, 1e6, True), 1_720_574_976),
+    "qwen3-4B": (("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 1e-6, 1e6, True), 4_022_468_096),
+    "qwen3-4B-Instruct-2507": (("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 1e-6, 5e6, True), 4_022_468_096),
+    "qwen3-8B": (("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 1e-6, 1e6, False), 8_190_735_360),
+    "qwen3-14B": (("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, 1e-6, 1e6, False), 14_768_307_200),
+    "qwen3-32B": (("qwen3", 64, 5120, 25600, 64, 8, 128, 151936, 1e-6, 1e6, False), 32_762_123_264),
+    "qwen2.5-0.5B": (("qwen2", 24, 896, 4864, 14, 2, None, 151936, 1e-6, 1e6, True), 494_032_768),
+    "qwen2.5-1.5B": (("qwen2", 28, 1536, 8960, 12, 2, None, 151936, 1e-6, 1e6, True), 1_543_714_304),
+    "qwen2.5-3B": (("qwen2", 36, 2048, 11008, 16, 2, None, 151936, 1e-6, 1e6, True), 3_085_938_688),
+    "qwen2.5-7B": (("qwen2", 28, 3584, 18944, 28, 4, None, 152064, 1e-6, 1e6, False), 7_615_616_512),
+    "qwen2.5-14B": (("qwen2", 48, 5120, 13824, 40, 8, None, 152064, 1e-5, 1e6, False), 14_770_033_664),
+    "qwen2.5-32B": (("qwen2", 64, 5120, 27648, 40, 8, None, 152064, 1e-5, 1e6, False), 32_763_876_352),
+    "llama3.2-1B": (("llama", 16, 2048, 8192, 32, 8, 64, 128256, 1e-5, 5e5, True), 1_235_814_400),
+    "llama3.2-3B": (("llama", 28, 3072, 8192, 24, 8, 128, 128256, 1e-5, 5e5, True), 3_212_749_824),
+    "llama3.1-8B": (("llama", 32, 4096, 14336, 32, 8, None, 128256, 1e-5, 5e5, False), 8_030_261_248),
+    "smollm2-135M": (("llama", 30, 576, 1536, 9, 3, None, 49152, 1e-5, 1e5, True), 134_515_008),
+}
+LLAMA3_FACTOR = {"llama3.2-1B": 32.0, "llama3.2-3B": 32.0, "llama3.1-8B": 8.0}
+
+
+def published_config(name: str) -> dict:
+    config = {key: value for key, value in zip(KEYS, PUBLISHED[name][0], strict=True) if value is not None}
+    config |= {"hidden_act": "silu", "attention_dropout": 0.0}
+    if name in LLAMA3_FACTOR:
+        config["rope_scaling"] = {
+            "rope_type": "llama3", "factor": LLAMA3_FACTOR[name], "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        }  # fmt: skip
+        config["max_position_embeddings"] = 131072
+    return config
+
+
+def source(name: str, cwd: Path, before: str = "", after: str = "") -> ModelArgs:
+    """The flags that bash passes on, unquoted, as the documented command line does."""
+    script = f'set -eu; {before}\nsource "{SCRIPTS / name}.sh"\n{after}\nprintf "%s\\n" ${{MODEL_ARGS[@]}}'
+    done = subprocess.run(["bash", "-c", script], cwd=cwd, capture_output=True, text=True, check=True)
+    parser = OneLineParser()
+    add_flags(parser, ModelArgs)
+    return from_namespace(ModelArgs, parser.parse_args(done.stdout.split()))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, ModelArgs]:
+    anywhere = tmp_path_factory.mktemp("anywhere")
+    return {name: source(name, anywhere) for name in PUBLISHED}
+
+
+def test_there_is_a_script_for_every_model_and_no_other():
+    assert {path.stem for path in SCRIPTS.glob("*.sh")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_script_says_what_the_published_config_says(name, models):
+    check_against_hf(models[name], published_config(name))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_add_up_to_the_published_number(name, models):
+    """layers * (2H + QKV(+bias) + O + 3HF (+ head norms)) + H + V * H * (1 or 2), and transformers' own model."""
+    model, (values, published) = models[name], PUBLISHED[name]
+    family, layers, hidden, ffn, heads, groups, width, vocab, _, _, tied = values
+    width = width or hidden // heads
+    qkv_rows = (heads + 2 * groups) * width
+    layer = 2 * hidden + qkv_rows * hidden + heads * width * hidden + 3 * hidden * ffn
+    layer += {"qwen2": qkv_rows, "qwen3": 2 * width, "llama": 0}[family]
+    assert layers * layer + hidden + vocab * hidden * (1 if tied else 2) == published
+    padding = (padded_vocab_size(model) - vocab) * hidden * (1 if tied else 2)
+    sizes = [torch.Size(megatron_shape(parameter, model)).numel() for parameter in megatron_names(model)]
+    assert sum(sizes) - padding == published
+
+
+@pytest.mark.parametrize("name", ["qwen3-4B", "qwen2.5-7B", "llama3.2-1B", "smollm2-135M"])
+def test_transformers_counts_the_same(name):
+    config = published_config(name)
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name][1]
+
+
+def test_megatron_builds_every_model_with_these_shapes(models):
+    """On the meta device: parameter names and shapes of the real GPTModel are those of the bridge's tables."""
+    [built] = run_distributed(build_all, 1, models)
+    for name, model in models.items():
+        assert built[name] == {key: megatron_shape(key, model) for key in megatron_names(model)}, name
+
+
+def build_all(rank: int, world_size: int, models: dict[str, ModelArgs]) -> dict[str, dict[str, tuple[int, ...]]]:
+    from megatron_bridge.model import build_gpt_model, init_parallel, transformer_config
+
+    init_parallel()
+    shapes = {}
+    for name, model in models.items():
+        config = transformer_config(
+            model, perform_initialization=False, use_cpu_initialization=True, transformer_impl="local"
+        )
+        with torch.device("meta"):
+            gpt = build_gpt_model(model, config, transformer_impl="local")
+        shapes[name] = {global_name(key, 0): tuple(value.shape) for key, value in gpt.named_parameters()}
+    return shapes
+
+
+def test_a_parent_takes_overrides_and_a_variant_leaves_none_behind(tmp_path):
+    assert source("qwen3-4B", tmp_path, before="MODEL_ARGS_ROTARY_BASE=777").rotary_base == 777
+    assert source("qwen2.5-32B", tmp_path, before="MODEL_ARGS_NORM_EPSILON=1e-6").norm_epsilon == 1e-6
+    both = source("qwen3-4B-Instruct-2507", tmp_path, after=f'source "{SCRIPTS}/qwen3-8B.sh"')
+    assert (both.hidden_size, both.rotary_base) == (4096, 1000000)
+
+
+def test_the_last_of_a_repeated_flag_wins(tmp_path):
+    assert source("qwen3-4B", tmp_path, after="MODEL_ARGS+=(--rotary-base 5000000)").rotary_base == 5000000

@@ -1,0 +1,103 @@
+"""Invariants of the micro-batch schedule, and packing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_retool.trainer.batching import schedule, split_steps
+from slime_retool.trainer.packing import pack
+from slime_retool.types import TrainSample
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=40)
+
+
+def _common_invariants(result: list[list[list[int]]], lengths: list[int], dp_size: int) -> None:
+    assert len(result) == dp_size
+    assert sorted(i for rank in result for batch in rank for i in batch) == list(range(len(lengths)))
+    counts = {len(rank) for rank in result}
+    assert len(counts) == 1 and counts.pop() >= 1
+    loads = [sum(lengths[i] for batch in rank for i in batch) for rank in result]
+    heaviest_batch = max((sum(lengths[i] for i in batch) for rank in result for batch in rank), default=0)
+    assert max(loads) - min(loads) <= heaviest_batch
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 80))
+def test_dynamic_schedule_keeps_its_promises(lengths: list[int], dp_size: int, max_tokens: int) -> None:
+    result = schedule(lengths, dp_size, max_tokens=max_tokens)
+    _common_invariants(result, lengths, dp_size)
+    for rank in result:
+        for batch in rank:
+            assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= max_tokens
+    assert result == schedule(list(lengths), dp_size, max_tokens=max_tokens)
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 6))
+def test_fixed_schedule_keeps_its_promises(lengths: list[int], dp_size: int, size: int) -> None:
+    result = schedule(lengths, dp_size, samples_per_micro_batch=size)
+    _common_invariants(result, lengths, dp_size)
+    assert all(len(batch) <= size for rank in result for batch in rank)
+    assert len(result[0]) == max(1, -(-len(lengths) // (dp_size * size)))
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 200))
+def test_dynamic_schedule_needs_at_most_twice_the_fewest_micro_batches(
+    lengths: list[int], dp_size: int, max_tokens: int
+) -> None:
+    fewest = sum(n >= max_tokens for n in lengths) + -(-sum(n for n in lengths if n < max_tokens) // max_tokens)
+    per_rank = len(schedule(lengths, dp_size, max_tokens=max_tokens)[0])
+    assert per_rank <= max(1, -(-2 * fewest // dp_size))
+
+
+def test_equal_lengths_are_shared_out_evenly() -> None:
+    result = schedule([10] * 8, 2, max_tokens=20)
+    assert [len(batch) for rank in result for batch in rank] == [2, 2, 2, 2]
+
+
+def test_fewer_samples_than_ranks_leave_empty_micro_batches() -> None:
+    assert sorted(schedule([5], 3, max_tokens=8)) == [[[]], [[]], [[0]]]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_tokens": 4, "samples_per_micro_batch": 1}, {"max_tokens": 0}])
+def test_meaningless_limits_are_refused(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError):
+        schedule([1], 1, **arguments)
+
+
+@given(st.integers(1, 50), st.integers(1, 10))
+def test_steps_are_nearly_equal_and_in_order(samples: int, steps: int) -> None:
+    ranges = split_steps(samples, steps)
+    assert [i for r in ranges for i in r] == list(range(samples))
+    assert len(ranges) == min(samples, steps)
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+def _samples() -> list[TrainSample]:
+    return [
+        TrainSample([11, 12, 13], [0, 1, 1], rollout_log_probs=[0.0, -0.5, -0.25], advantage=2.0),
+        TrainSample([21, 22], [0, 1], rollout_log_probs=[0.0, -1.0], advantage=-1.0),
+    ]
+
+
+def test_packing_shifts_targets_within_each_sequence_and_pads_with_its_own() -> None:
+    batch = pack(_samples(), [0, 1], weights=[[0, 0.25, 0.25], [0, 0.5]], total_tokens=3, multiple=4)
+    assert batch.tokens.tolist() == [[11, 12, 13, 21, 22, 0, 0, 0]]
+    assert batch.lengths == [3, 2, 3]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert batch.targets.tolist() == [12, 13, 0, 22, 0, 0, 0, 0]
+    assert batch.weights.tolist() == [0.25, 0.25, 0, 0.5, 0, 0, 0, 0]
+    assert batch.rollout_log_probs is not None
+    assert batch.rollout_log_probs.tolist() == [-0.5, -0.25, 0, -1.0, 0, 0, 0, 0]
+    assert batch.token_mean.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0])
+
+
+def test_an_empty_micro_batch_is_padding_without_weight() -> None:
+    batch = pack(_samples(), [], weights=[[0, 1, 1], [0, 1]], total_tokens=3, multiple=2)
+    assert batch.lengths == [2] and batch.indices == []
+    assert batch.weights.tolist() == [0, 0] and batch.tokens.shape == (1, 2)
+
+
+def test_split_turns_values_at_logits_back_into_values_of_tokens() -> None:
+    batch = pack(_samples(), [1, 0], multiple=4)
+    assert batch.split([1.0, 9.0, 2.0, 3.0, 9.0, 9.0, 9.0, 9.0]) == [[0.0, 1.0], [0.0, 2.0, 3.0]]
