@@ -41,7 +41,7 @@ def latest_iteration(root: str | Path) -> int | None:
 
 
 def write_latest(root: str | Path, iteration: int | None) -> None:
-    """Point `root` at a checkpoint that is complete (atomic)."""
+    """Point `root` at a checkpoint that is complete (atomic). One process calls it, after all have saved."""
     path = Path(root) / LATEST_FILE
     part = path.with_name(path.name + ".part")
     part.write_text(RELEASE if iteration is None else str(iteration))

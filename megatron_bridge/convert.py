@@ -70,7 +70,12 @@ def convert_hf_to_torch_dist(
 
 
 def convert_torch_dist_to_hf(
-    input_dir: str | Path, output_dir: str | Path, origin_hf_dir: str | Path, *, force: bool = False, progress: bool = True
+    input_dir: str | Path,
+    output_dir: str | Path,
+    origin_hf_dir: str | Path,
+    *,
+    force: bool = False,
+    progress: bool = True,
 ) -> None:
     """Write an HF checkpoint of the torch_dist weights, with the files, keys, shapes and dtypes of the original.
 

@@ -91,7 +91,8 @@ def check_against_hf(model: ModelArgs, config: HfConfig) -> None:
     if not differences:  # these are derived from the ones above
         compare_number("--kv-channels", head_dim(model), "head width", head_dim(wanted))
         if model.num_query_groups is not None and not model.group_query_attention:
-            differences.append(f"--num-query-groups {model.num_query_groups} has no effect without --group-query-attention")
+            given = f"--num-query-groups {model.num_query_groups}"
+            differences.append(f"{given} has no effect without --group-query-attention (fix: add it)")
         groups = query_groups(model) if model.num_query_groups or not model.group_query_attention else None
         if groups != query_groups(wanted):
             shown = "is missing" if groups is None else groups

@@ -16,7 +16,8 @@ def resolve_transformer_impl(transformer_impl: str = "auto") -> str:
     Raises ValueError for an unknown name, or for `transformer_engine` where it cannot run.
     """
     if transformer_impl not in TRANSFORMER_IMPLS:
-        raise ValueError(f"--transformer-impl {transformer_impl} is unknown: choose one of {', '.join(TRANSFORMER_IMPLS)}")
+        known = ", ".join(TRANSFORMER_IMPLS)
+        raise ValueError(f"--transformer-impl {transformer_impl} is unknown: choose one of {known}")
     usable = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     if transformer_impl == "auto":
         return "transformer_engine" if usable else "local"

@@ -98,9 +98,10 @@ def check_model(model: ModelArgs) -> None:
 
 def check_tensor_parallel(model: ModelArgs, tp: int) -> None:
     """Refuse (ValueError) a tensor-parallel size that does not divide the key/value heads and the MLP."""
-    for flag, value in (("key/value heads", query_groups(model)), ("ffn hidden size", required(model, "ffn_hidden_size"))):
+    divided = {"key/value heads": query_groups(model), "ffn hidden size": required(model, "ffn_hidden_size")}
+    for name, value in divided.items():
         if value % tp:
-            raise ValueError(f"--tensor-model-parallel-size {tp} must divide the model's {flag} ({value})")
+            raise ValueError(f"--tensor-model-parallel-size {tp} must divide the model's {name} ({value})")
 
 
 def check_pipeline(
@@ -117,7 +118,8 @@ def check_pipeline(
         return
     if pp > num_layers:
         raise ValueError(
-            f"--pipeline-model-parallel-size {pp} is more than the model's {num_layers} layers: use at most {num_layers}"
+            f"--pipeline-model-parallel-size {pp} is more than the model's {num_layers} layers: "
+            f"use at most {num_layers}"
         )
     rest = num_layers - sum(n for n in ends if n is not None)
     stages = pp - sum(n is not None for n in ends)
@@ -129,11 +131,8 @@ def check_pipeline(
     if num_layers - per_stage * (pp - 1) < 1:
         per_stage = num_layers // pp
     nearest = num_layers - per_stage * (pp - 1)
-    given = "".join(
-        f", {name} {n}"
-        for name, n in zip(("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"), ends, strict=True)
-        if n is not None
-    )
+    flags = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
+    given = "".join(f", {name} {n}" for name, n in flags.items() if n is not None)
     raise ValueError(
         f"{num_layers} layers do not fit --pipeline-model-parallel-size {pp}{given}: "
         + (

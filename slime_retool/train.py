@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -108,7 +107,9 @@ class Loop:
         first = self._start()
         if first >= config.num_rollout:
             logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, config.num_rollout)
-        if config.eval_interval is not None and not config.skip_eval_before_train and first < config.num_rollout:
+        if config.eval_interval is not None and not config.skip_eval_before_train and (
+            first < config.num_rollout or config.num_rollout == 0
+        ):
             self._evaluate(first - 1)
         bar = tqdm(
             range(first, config.num_rollout),
@@ -181,11 +182,13 @@ class Loop:
         logger.info("rollout %d: %s", rollout_id, ", ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
 
     def _export(self) -> None:
-        from megatron_bridge.convert import torch_dist_to_hf
+        from megatron_bridge.convert import convert_torch_dist_to_hf
 
         config = self._config
         assert config.save is not None and config.save_hf is not None and config.hf_checkpoint is not None
-        torch_dist_to_hf(Path(config.save), Path(config.save_hf), Path(config.hf_checkpoint))
+        convert_torch_dist_to_hf(
+            config.save, config.save_hf, config.hf_checkpoint, progress=not config.no_progress
+        )
         logger.info("wrote the Hugging Face checkpoint %s", config.save_hf)
 
 

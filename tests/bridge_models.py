@@ -22,7 +22,7 @@ KINDS = ("qwen2", "qwen3", "llama")
 
 
 def tiny_model(kind: str) -> torch.nn.Module:
-    """Three layers each. qwen2: biases, tied. qwen3: head norms, wide heads, untied. llama: scaled rotary, tied, MHA."""
+    """Three layers. qwen2: biases, tied. qwen3: head norms, wide heads, untied. llama: scaled rotary, tied, MHA."""
     torch.manual_seed(KINDS.index(kind))
     if kind == "qwen2":
         model = Qwen2ForCausalLM(

@@ -75,3 +75,16 @@ def engine_config(checkpoint: Path, output_dir: Path, **overrides: object) -> Co
         "no_progress": True,
     }
     return Config(**{**values, **overrides})
+
+
+def processes_with(mark: str) -> dict[int, str]:
+    """Living processes (id -> command) whose environment holds `mark` ("NAME=value")."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # it ended meanwhile
+                continue
+    return found

@@ -246,7 +246,7 @@ def test_the_command_lines_convert_there_and_back(bf16_checkpoints, tmp_path):
     assert back.returncode == 0, back.stderr
     original, written = all_tensors(source), all_tensors(tmp_path / "back")
     assert original.keys() == written.keys()
-    assert all(torch.equal(original[key], written[key]) and original[key].dtype == written[key].dtype for key in original)
+    assert all(torch.equal(value, written[k]) and value.dtype == written[k].dtype for k, value in original.items())
 
 
 @pytest.mark.parametrize(

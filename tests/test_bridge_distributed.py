@@ -117,7 +117,8 @@ def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
                 save_model([gpt], saved / "iter_0000003")
             else:
                 save_with_optimizer(gpt, saved / "iter_0000003")
-            write_latest(saved, 3)
+            if rank == 0:
+                write_latest(saved, 3)
         parallel_state.destroy_model_parallel()
     return errors
 

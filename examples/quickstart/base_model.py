@@ -2,13 +2,17 @@
 
     python examples/quickstart/base_model.py --output-dir DIR [--seed N]
 
-About 0.9M parameters, weights drawn at random from the seed: it knows nothing, and SFT has to teach it
-everything. The tokenizer is a byte-level BPE trained here on conversations rendered with the quickstart's
-chat template. Digits are always single tokens, so that numbers can be copied digit by digit. Newlines are too,
-so that a prompt ending in "assistant\\n" is a prefix of the whole conversation in tokens as well as in text.
-Other text may merge across words: a phrase of the fixed prompt costs one token. The rest falls back to bytes.
+About half a million parameters, weights drawn at random from the seed: it knows nothing, and SFT has to teach
+it everything. Two layers and width 128 learn to copy numbers in fewer steps than four layers do.
 
-Every size that tensor or pipeline parallelism of 2 divides is even: heads, key/value heads, layers, vocabulary.
+The tokenizer is a byte-level BPE trained here on conversations rendered with the quickstart's chat template.
+Digits are always single tokens, so that numbers can be copied digit by digit. Newlines are too, so that a
+prompt ending in "assistant\\n" is a prefix of the whole conversation in tokens as well as in text. Other text
+may merge across words: a phrase of the fixed prompt costs one token. Whatever was not seen here falls back to
+bytes.
+
+Every size that tensor or pipeline parallelism of 2 divides is even: heads, key/value heads, layers and
+vocabulary.
 """
 
 from __future__ import annotations
@@ -108,15 +112,17 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def write_base_model(output_dir: Path, seed: int = 0) -> None:
-    """Write config, safetensors, generation config and tokenizer files; the same seed gives the same bytes."""
+    """Write config, safetensors, generation config and tokenizer; the same seed gives the same bytes."""
     tokenizer = train_tokenizer()
-    if len(tokenizer) > VOCAB_SIZE:
-        raise RuntimeError(f"the tokenizer has {len(tokenizer)} tokens, more than the model's {VOCAB_SIZE}")
+    assert len(tokenizer) == VOCAB_SIZE, f"{len(tokenizer)} tokens learned, {VOCAB_SIZE} wanted"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(make_config(tokenizer))
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)

@@ -1,8 +1,9 @@
 """Integer problems that one line of Python solves: the quickstart's training and evaluation material.
 
 Eight kinds of question, each with two phrasings. A kind is named in `KINDS` with the way its numbers are
-drawn and the `print(...)` line that answers it. Answers are computed here by that same arithmetic in this
-process, from our own numbers; model text is never evaluated.
+drawn and the `print(...)` line that answers it. Operands have two digits and answers at most three, and all
+kinds are laid out alike (phrase, number, word, number ...), so that what a model learns about copying numbers
+from one kind serves the others. Answers are computed here, from our own numbers; no text is evaluated.
 
 Splits: a question belongs to exactly one of "eval", "sft" and "rl". Which one depends on its text alone
 (`split_of`), so the splits are disjoint whatever seeds and sizes they are drawn with.
@@ -11,7 +12,6 @@ Splits: a question belongs to exactly one of "eval", "sft" and "rl". Which one d
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,11 +54,11 @@ KINDS: dict[str, Kind] = {
         "print({0}+{1}+{2})",
         lambda a, b, c: a + b + c,
     ),
-    "product": Kind(
-        _numbers(2),
-        ("What is {0} times {1}?", "Multiply {0} by {1}."),
-        "print({0}*{1})",
-        lambda a, b: a * b,
+    "difference": Kind(
+        _large_and_small,
+        ("What is {0} minus {1}?", "How much more is {0} than {1}?"),
+        "print({0}-{1})",
+        lambda a, b: a - b,
     ),
     "remainder": Kind(
         _large_and_small,
@@ -78,17 +78,20 @@ KINDS: dict[str, Kind] = {
         "print({0}*{1}%{2})",
         lambda a, b, n: a * b % n,
     ),
-    "common_multiple": Kind(
+    "or": Kind(
         _numbers(2),
-        ("What is the least common multiple of {0} and {1}?", "Find the lcm of {0} and {1}."),
-        "import math; print(math.lcm({0},{1}))",
-        math.lcm,
+        ("What is the bitwise or of {0} and {1}?", "Combine the bits of {0} and {1} by or."),
+        "print({0}|{1})",
+        lambda a, b: a | b,
     ),
-    "product_plus": Kind(
+    "product_quotient": Kind(
         _numbers(3),
-        ("What is {0} times {1}, plus {2}?", "Multiply {0} by {1}, then add {2}."),
-        "print({0}*{1}+{2})",
-        lambda a, b, c: a * b + c,
+        (
+            "What is {0} times {1}, divided by {2} and rounded down?",
+            "Multiply {0} by {1}, divide by {2} and drop the fraction.",
+        ),
+        "print({0}*{1}//{2})",
+        lambda a, b, c: a * b // c,
     ),
     "xor": Kind(
         _numbers(2),
@@ -123,10 +126,8 @@ def make_problem(kind: str, rng: random.Random) -> Problem:
     return Problem(question, spec.solve(*numbers), kind, spec.code.format(*numbers))
 
 
-def generate_problems(
-    split: str, seed: int, kinds: Sequence[str] = tuple(KINDS)
-) -> Iterator[Problem]:
-    """Endless stream of distinct problems of one split, cycling through `kinds` (repeat a kind to weight it).
+def generate_problems(split: str, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Iterator[Problem]:
+    """Stream of distinct problems of one split, cycling through `kinds` (repeat a kind to weight it).
 
     The same arguments give the same stream on every machine.
 
@@ -143,6 +144,8 @@ def generate_problems(
                 if split_of(problem.question) == split and problem.question not in seen:
                     break
             else:
-                raise ValueError(f"{kind!r} has no fresh {split} question after {len(seen)} problems: ask for fewer")
+                raise ValueError(
+                    f"kind {kind!r} has no fresh {split} question after {len(seen)} problems: ask for fewer"
+                )
             seen.add(problem.question)
             yield problem

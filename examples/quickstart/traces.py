@@ -9,9 +9,9 @@ writes
 - `rl.jsonl` and `eval.jsonl`: {prompt: messages, label: "123", tools: [...], metadata: {kind}}.
 
 What SFT teaches, and what it leaves to RL: `TOOL_KINDS` are always solved with the tool. Of the rarer
-`THIN_KINDS` only a third of the rows call the tool; the others state the answer at once, as people who write
-examples do. A small model cannot compute such an answer, but it learns to try. RL is where it finds out that
-running code pays on every kind.
+`THIN_KINDS` only a quarter of the rows call the tool; the others state the right answer at once, as
+people who write examples do. A small model cannot compute such an answer, but it learns to try. RL is where
+it finds out that running code pays on every kind.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pathlib import Path
 import pandas as pd
 from problems import Problem, generate_problems
 
-TOOL_KINDS = ("sum", "product", "remainder", "digit_sum")
-THIN_KINDS = ("product_mod", "product_plus", "common_multiple", "xor")
+TOOL_KINDS = ("sum", "difference", "remainder", "digit_sum")
+THIN_KINDS = ("product_mod", "product_quotient", "or", "xor")
 # One pass over the SFT kinds: each tool kind twice for every thin kind once.
 SFT_KINDS = TOOL_KINDS * 2 + THIN_KINDS
-THIN_TOOL_SHARE = 1 / 3
+THIN_TOOL_SHARE = 0.25
 
 TOOLS = [
     {
@@ -40,7 +40,11 @@ TOOLS = [
         "function": {
             "name": "code_interpreter",
             "description": "Run Python code.",
-            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"code": {"type": "string"}},
+                "required": ["code"],
+            },
         },
     }
 ]
@@ -58,7 +62,7 @@ json.dump(outputs, sys.stdout)
 
 
 def execute(codes: Sequence[str], timeout: float = 120.0) -> list[str]:
-    """Run the snippets, one after the other, in one fresh isolated Python; return what each printed, stripped.
+    """Run the snippets one after the other in a fresh isolated Python; return what each printed, stripped.
 
     For snippets we generated ourselves: a snippet that raises is a bug of ours and ends the run.
 
@@ -66,11 +70,15 @@ def execute(codes: Sequence[str], timeout: float = 120.0) -> list[str]:
     `timeout` seconds.
     """
     done = subprocess.run(
-        [sys.executable, "-I", "-c", _EXECUTOR], input=json.dumps(list(codes)), capture_output=True, text=True,
-        timeout=timeout, check=False,
+        [sys.executable, "-I", "-c", _EXECUTOR],
+        input=json.dumps(list(codes)),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"a generated snippet must run without error, exit code {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(f"a snippet must run without error, exit code {done.returncode}:\n{done.stderr}")
     return json.loads(done.stdout)
 
 
@@ -127,7 +135,7 @@ def build_prompt_rows(split: str, num_rows: int, seed: int) -> list[dict]:
 
 
 def write_sft(rows: Sequence[dict], path: Path) -> None:
-    """Write SFT rows as parquet. Struct columns unify: a message without tool calls reads back `tool_calls: None`."""
+    """Write SFT rows as parquet; a message without tool calls reads back with `tool_calls` None."""
     pd.DataFrame(rows).to_parquet(path, index=False)
 
 
@@ -139,7 +147,8 @@ def write_jsonl(rows: Sequence[dict], path: Path) -> None:
 def write_all(output_dir: Path, seed: int, sft_rows: int, rl_rows: int, eval_rows: int) -> dict[str, Path]:
     """Write the three files; returns their paths by split. Evaluation rows do not depend on `seed`."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    paths = {"sft": output_dir / "sft.parquet", "rl": output_dir / "rl.jsonl", "eval": output_dir / "eval.jsonl"}
+    names = {"sft": "sft.parquet", "rl": "rl.jsonl", "eval": "eval.jsonl"}
+    paths = {split: output_dir / name for split, name in names.items()}
     write_sft(build_sft_rows(sft_rows, seed), paths["sft"])
     write_jsonl(build_prompt_rows("rl", rl_rows, seed), paths["rl"])
     write_jsonl(build_prompt_rows("eval", eval_rows, seed=0), paths["eval"])

@@ -7,12 +7,11 @@ refusal is a ConfigError of one line: the rule, the value seen, the fix.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 
-from megatron_bridge.hf_config import check_against_hf, model_args_from_hf
-from megatron_bridge.model_config import ModelArgs
+from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
+from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, required
 from slime_retool.config.config import Config
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
@@ -55,9 +54,9 @@ def _require_folder(path: str, flag: str, holds: str) -> None:
 def _check_model(config: Config) -> None:
     _require(config.hf_checkpoint is not None, "--hf-checkpoint is required: a Hugging Face checkpoint folder")
     _require_folder(config.hf_checkpoint, "--hf-checkpoint", "config.json")
-    hf = json.loads(Path(config.hf_checkpoint, "config.json").read_text(encoding="utf-8"))
     given = ModelArgs(**{f.name: config.__dict__[f.name] for f in dataclasses.fields(ModelArgs)})
     try:
+        hf = read_hf_config(config.hf_checkpoint)
         if given == ModelArgs():
             for name, value in dataclasses.asdict(model_args_from_hf(hf)).items():
                 setattr(config, name, value)
@@ -102,47 +101,16 @@ def _check_parallel(config: Config) -> None:
             f"({config.actor_num_nodes} nodes x {config.actor_num_gpus_per_node}); the nearest product that does is "
             f"{nearest}"
         )
-    heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
-    for flag, count in (("--num-attention-heads", heads), ("--num-query-groups", groups)):
-        if count % tp:
-            raise ConfigError(
-                f"--tensor-model-parallel-size {tp} does not divide {flag} {count}; "
-                f"the nearest size that does is {_divisors_near(count, tp)}"
-            )
-    _require(
-        config.ffn_hidden_size % tp == 0,
-        f"--tensor-model-parallel-size {tp} does not divide --ffn-hidden-size {config.ffn_hidden_size}",
-    )
-    _check_pipeline(config)
-
-
-def _check_pipeline(config: Config) -> None:
-    layers, pp = config.num_layers, config.pipeline_model_parallel_size
-    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
-    if pp == 1:
-        _require(
-            first is None and last is None,
-            "--decoder-first/last-pipeline-num-layers need --pipeline-model-parallel-size above 1",
+    try:
+        check_tensor_parallel(config, tp)
+        check_pipeline(
+            required(config, "num_layers"),
+            pp,
+            first=config.decoder_first_pipeline_num_layers,
+            last=config.decoder_last_pipeline_num_layers,
         )
-        return
-    if pp > layers:
-        raise ConfigError(f"--pipeline-model-parallel-size {pp} is more than the {layers} layers; use at most {layers}")
-    given = [n for n in (first, last) if n is not None]
-    rest, stages = layers - sum(given), pp - len(given)
-    if min([*given, rest]) < (1 if stages else 0) or (not stages and rest):
-        raise ConfigError(
-            f"first and last pipeline stage take {sum(given)} of {layers} layers, which leaves {rest} for "
-            f"{stages} other stages; each stage needs at least one layer and every layer a stage"
-        )
-    if stages and rest % stages:
-        even = -(-layers // pp)
-        tail = layers - even * (pp - 1)
-        fix = (
-            f"add --decoder-last-pipeline-num-layers {tail}"
-            if not given and tail > 0
-            else f"or use pipeline size {_divisors_near(layers, pp)} without them"
-        )
-        raise ConfigError(f"{rest} layers cannot be spread evenly over {stages} pipeline stages; {fix}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_data(config: Config) -> None:

@@ -118,7 +118,7 @@ class SupervisedProcess:
         return "\n".join(lines[-TAIL_LINES:])
 
     def wait_until_ready(self, ready: Probe, timeout: float, what: str) -> None:
-        """Poll `ready` until it is true; raises ServerError when the process ends before, or after `timeout` seconds."""
+        """Poll `ready` until it is true. Raises ServerError when the process ends before, or after `timeout` s."""
         deadline = time.monotonic() + timeout
         while True:
             if not self.alive:

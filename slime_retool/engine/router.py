@@ -28,8 +28,8 @@ STARTUP_TIMEOUT = 120.0
 class RouterProcess:
     """A running router over `worker_urls`. Constructing it starts the process and waits until it is ready.
 
-    A failed request is passed on to the client and never run a second time by the router: its own retries and its circuit
-    breaker are off. `rollout.engine_client` retries, and counts.
+    A failed request is passed on to the client and never run a second time by the router: its own retries and its
+    circuit breaker are off. `rollout.engine_client` retries, and counts.
     """
 
     def __init__(

@@ -39,6 +39,8 @@ CPU_FLAGS: Flags = {
 }
 CPU_KV_TOKENS = 65_536
 """Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
+STOP_GRACE = 3.0
+"""Seconds between SIGTERM and SIGKILL: SGLang has nothing to save, and drains requests nobody waits for."""
 SPARE_CONTEXT = 8
 """SGLang keeps a position or two of the context for itself."""
 
@@ -93,9 +95,8 @@ def kv_tokens(config: Config) -> int | None:
     """Tokens in one engine's KV cache; None leaves it to SGLang (what the memory holds)."""
     if config.sglang_max_total_tokens is not None or config.on_cuda:
         return config.sglang_max_total_tokens
-    longest = config.rollout_max_context_len or (
-        (config.rollout_max_prompt_len or 1024) + max(config.rollout_max_response_len, config.eval_max_response_len or 0)
-    )
+    response = max(config.rollout_max_response_len, config.eval_max_response_len or 0)
+    longest = config.rollout_max_context_len or (config.rollout_max_prompt_len or 1024) + response
     prompts = config.over_sampling_batch_size or config.rollout_batch_size or 16
     samples = math.ceil(prompts * config.n_samples_per_prompt / max(1, config.num_engines))
     return max(longest + 2 * SPARE_CONTEXT, min(samples * longest, CPU_KV_TOKENS))
@@ -155,7 +156,7 @@ class EngineProcess:
                 _command(flags | {"--host": [host], "--port": [str(self.port)]}),
                 log_path=self.log_path,
                 environment=environment,
-                grace=15.0,
+                grace=STOP_GRACE,
             )
             try:
                 self._process.wait_until_ready(

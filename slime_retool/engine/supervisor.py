@@ -2,11 +2,12 @@
 
     python supervisor.py LIFELINE_FD GRACE_SECONDS COMMAND...
 
-The command runs in a session of its own. It ends when it ends itself, when this process gets SIGTERM or
-SIGINT, or when the lifeline (a pipe whose other end only the owner holds) closes, which happens even when the owner is
-killed with SIGKILL. Ending means: SIGTERM to its process group, at most GRACE_SECONDS of patience, then SIGKILL to
-all that is left. Processes that the command leaves behind are adopted (PR_SET_CHILD_SUBREAPER) and ended too.
-Should this process itself be killed, the kernel kills the command (PR_SET_PDEATHSIG).
+The command runs in a session of its own. It ends when it ends itself, when this process gets SIGTERM or SIGINT,
+or when the lifeline closes: a pipe whose other end only the owner holds, so that this happens even when the owner is
+killed with SIGKILL. Ending means: SIGTERM to the command, which ends its own children in good order; after at most
+GRACE_SECONDS of patience (2 when the owner is gone) SIGKILL to all that is left of its process group. Processes that
+it leaves behind elsewhere are adopted (PR_SET_CHILD_SUBREAPER) and ended too. Should this process itself be killed, the
+kernel kills the command (PR_SET_PDEATHSIG).
 
 Why not PR_SET_PDEATHSIG alone: it fires when the *thread* that started the process ends, and it does not reach
 grandchildren. Exit status: the command's, or 128 + signal.
@@ -28,6 +29,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.2
+ORPHAN_GRACE_SECONDS = 2.0
 
 
 def main(lifeline: int, grace: float, command: list[str]) -> int:
@@ -44,14 +46,12 @@ def main(lifeline: int, grace: float, command: list[str]) -> int:
     while child.poll() is None and not asked_to_stop:
         readable, _, _ = select.select([lifeline], [], [], POLL_SECONDS)
         if readable:  # end of file: the owner is gone (it never writes)
+            grace = min(grace, ORPHAN_GRACE_SECONDS)
             break
     if child.poll() is None:
         child.terminate()
     deadline = time.monotonic() + grace
-    while time.monotonic() < deadline:
-        if child.poll() is not None and not _children():
-            break
-        _reap(child.pid)
+    while child.poll() is None and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 4)
     _signal_group(child.pid, signal.SIGKILL)
     code = child.wait()

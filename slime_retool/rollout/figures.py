@@ -13,8 +13,8 @@ from slime_retool.types import Sample, SampleStatus
 def sample_figures(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
     """Figures of all finished samples; means are over the usable (completed or truncated) ones.
 
-    `accuracy` is the share with a reward above 0. `model_tokens` are those the model wrote, `response_tokens` also count
-    observations. `failed_<boundary>` count outages. With no usable sample only shares and counts are there.
+    `accuracy` is the share with a reward above 0. `model_tokens` are those the model wrote, `response_tokens` also
+    count observations. `failed_<boundary>` count outages. With no usable sample only shares and counts are there.
     """
     figures: dict[str, float] = {"samples": float(len(samples))}
     if not samples:

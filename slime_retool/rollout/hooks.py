@@ -21,11 +21,8 @@ from slime_retool.types import Sample, SampleStatus
 logger = logging.getLogger(__name__)
 
 DEFAULT_GENERATE = "slime_retool.rollout.generate.generate"
-BUILT_IN_REWARDS = {
-    "dapo": "slime_retool.reward.dapo.reward_func",
-    "math_verify": "slime_retool.reward.math_verify.reward_func",
-}
-"""`--rm-type` as a dotted path."""
+DEFAULT_REWARD = "slime_retool.reward.registry.default_reward"
+"""Scores by `--rm-type`."""
 
 USABLE = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 CANCEL_PATIENCE_SECONDS = 5.0
@@ -44,10 +41,10 @@ class Hooks:
     def load(cls, config: Config) -> Hooks:
         """Import what the configuration names. Raises ConfigError for a path that does not exist."""
         generate = config.custom_generate_function_path or DEFAULT_GENERATE
-        reward = config.custom_rm_path or BUILT_IN_REWARDS[config.rm_type]
+        reward = config.custom_rm_path or DEFAULT_REWARD
         return cls(
             load_function(generate, "--custom-generate-function-path"),
-            load_function(reward, "--custom-rm-path" if config.custom_rm_path else "--rm-type"),
+            load_function(reward, "--custom-rm-path"),
             generate,
             reward,
         )
@@ -56,8 +53,8 @@ class Hooks:
 async def run_sample(config: Config, hooks: Hooks, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate and score one sample; returns it COMPLETED, TRUNCATED, ABORTED or FAILED.
 
-    Raises whatever a hook raises that is not a RolloutError, and ValueError when a hook leaves the sample inconsistent or
-    returns something that is not a score.
+    Raises whatever a hook raises that is not a RolloutError, and ValueError when a hook leaves the sample inconsistent
+    or returns something that is not a score.
     """
     where = hooks.generate_path
     try:
@@ -79,14 +76,12 @@ async def run_sample(config: Config, hooks: Hooks, sample: Sample, sampling_para
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, Sample]]) -> list[Sample]:
-    """Results in order. The first exception cancels the rest and is raised."""
+    """Results in order. The first exception cancels the rest, waits for it (see `cancel`) and is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        for task in tasks:
-            task.cancel()
-            task.add_done_callback(_forget)
+        await cancel(tasks)
         raise
 
 

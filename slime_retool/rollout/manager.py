@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,6 +24,8 @@ from slime_retool.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+CLOSE_SECONDS = 15.0
 
 
 class RolloutManager:
@@ -48,6 +52,8 @@ class RolloutManager:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
+        self._closed = False
+        self._working: set[asyncio.Task[Any]] = set()
         self._client: RouterClient | None = None
         self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
 
@@ -78,14 +84,18 @@ class RolloutManager:
 
     def close(self) -> None:
         """End all that is running, resources of hooks included; safe to call twice."""
-        if self._loop.is_closed():
+        if self._closed:
             return
+        self._closed = True
         try:
-            self._call(self._close())
+            self._call(self._close(), CLOSE_SECONDS)
+        except concurrent.futures.TimeoutError:
+            logger.warning("a hook blocks the event loop; it is left to end with this process")
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(CLOSE_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     def __enter__(self) -> RolloutManager:
         return self
@@ -95,11 +105,11 @@ class RolloutManager:
     ) -> None:
         self.close()
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run on the loop and wait. An interrupt here (Ctrl-C) cancels what runs there."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return future.result()
+            return future.result(timeout)
         except BaseException:
             future.cancel()
             raise
@@ -119,18 +129,31 @@ class RolloutManager:
     async def _generate(self, rollout_id: int) -> RolloutBatch:
         if self._client is not None:
             self._client.take_stats()
-        async with use_context(self._context):
+        async with self._work():
             batch = await self._rollout(self._context, self.data, rollout_id)
         if self._client is not None:
             batch.metrics |= _engine_figures(self._client.take_stats())
         return batch
 
     async def _evaluate(self, rollout_id: int) -> dict[str, float]:
-        async with use_context(self._context):
+        async with self._work():
             return await evaluation.evaluate(self._context, self.eval_sets, rollout_id)
 
+    @asynccontextmanager
+    async def _work(self) -> AsyncIterator[None]:
+        """Hooks find the context, and `close` finds the task."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._working.add(task)
+        try:
+            async with use_context(self._context):
+                yield
+        finally:
+            self._working.discard(task)
+
     async def _close(self) -> None:
-        await cancel([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+        # Only what was asked of us: resources end their own tasks.
+        await cancel(list(self._working))
         await self._context.aclose()
         if self._client is not None:
             await self._client.aclose()

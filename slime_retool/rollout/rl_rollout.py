@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -173,16 +172,17 @@ class _Sampling:
     def _explanation(self) -> str:
         config = self.context.config
         text = (
-            f"rollout {self.rollout_id}: {self.num_drawn} prompts (--max-sampling-rounds {config.max_sampling_rounds} x "
-            f"--rollout-batch-size {self._target}) gave only {len(self.kept)} groups to train on, {self._target} are needed. "
+            f"rollout {self.rollout_id}: {self.num_drawn} prompts (--max-sampling-rounds {config.max_sampling_rounds} "
+            f"x --rollout-batch-size {self._target}) gave only {len(self.kept)} groups to train on, "
+            f"{self._target} are needed. "
         )
         if self.num_filtered:
             rewards = [s.reward_value(config.reward_key) for group in self.finished for s in _usable(group)]
             mean = sum(rewards) / len(rewards)
             text += (
-                f"{self.num_filtered} were dropped by {config.dynamic_sampling_filter_path}, the mean reward is {mean:.3g}: "
-                f"the prompts are too hard or too easy for this model (or the reward cannot tell answers apart); choose "
-                f"others, raise --n-samples-per-prompt, or train longer with SFT. "
+                f"{self.num_filtered} were dropped by {config.dynamic_sampling_filter_path}, the mean reward is "
+                f"{mean:.3g}: the prompts are too hard or too easy for this model (or the reward cannot tell answers "
+                f"apart); choose others, raise --n-samples-per-prompt, or train longer with SFT. "
             )
         if self.num_failed:
             text += f"{self.num_failed} failed, the last with: {self.last_error or 'samples were aborted'}"

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,8 @@ class ProcessJail:
         stalled = False
         try:
             request = self._request(code, timeout, seed, scratch)
-            await asyncio.wait_for(self._start(process, request, output), self._policy.startup_timeout)
-            await asyncio.wait_for(self._read(process, output), timeout + _REPLY_GRACE)
-        except asyncio.TimeoutError:
-            stalled = True
+            started = await _within(self._start(process, request, output), self._policy.startup_timeout)
+            stalled = not (started and await _within(self._read(process, output), timeout + _REPLY_GRACE))
         finally:
             await _finish(process, scratch)
         return _read_reply(bytes(output), stalled)
@@ -108,6 +107,18 @@ class ProcessJail:
             output += chunk
 
 
+async def _within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
+    """Whether `work` ended in time. (`asyncio.wait_for` of Python 3.11 and older can swallow a cancellation.)"""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+    if task.done():
+        task.result()
+    return task.done()
+
+
 async def _finish(process: Process, scratch: str) -> None:
     """End the supervisor, whatever its state; a cancellation of the caller does not cut this short."""
     ending = asyncio.ensure_future(_end(process, scratch))
@@ -126,9 +137,7 @@ async def _end(process: Process, scratch: str) -> None:
     assert process.stdin is not None
     # The supervisor takes it as the order to kill its descendants and leave.
     process.stdin.close()
-    try:
-        await asyncio.wait_for(process.wait(), _KILL_GRACE)
-    except asyncio.TimeoutError:
+    if not await _within(process.wait(), _KILL_GRACE):
         process.kill()  # the code's process follows by its parent-death signal
         await process.wait()
     if process.returncode != 0:

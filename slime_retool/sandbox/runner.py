@@ -104,11 +104,12 @@ def supervise() -> None:
         os.chdir("/")
         remove_folder(request["scratch"])
     if abandoned:
-        # The owner had no chance to remove the folder of all its calls; it goes with the last of them.
-        try:
-            os.rmdir(os.path.dirname(request["scratch"]))
-        except OSError:
-            pass
+        if os.getppid() != owner:
+            # It had no chance to remove the folder of all its calls, which goes with the last of them.
+            try:
+                os.rmdir(os.path.dirname(request["scratch"]))
+            except OSError:
+                pass
         return
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     answer = judge(request, timed_out, status, read_report(report, nonce))

@@ -59,7 +59,7 @@ class ConversationRenderer:
         `after_ids`: what comes before. When the turn did not end with the template's end token (a stop text, another
         end token), the end token comes first. Observations must have passed `fit_observation`.
         """
-        suffix = _suffix(self._tokenizer, observations, self._end_token)
+        suffix = _suffix(self._tokenizer, self.tools, observations, self._end_token)
         # Encoded behind the end token, as in the whole conversation; a special token is a boundary for the tokenizer.
         ids = self._encode(self._end_token + suffix)
         assert ids[0] == self.end_token_id
@@ -130,22 +130,18 @@ def _render(
 
 def _end_token(tokenizer: Any) -> str:
     """The special token with which the template ends an assistant turn that calls a tool."""
-    text = _render(tokenizer, _dummy([_RESULT_MARK]), None, add_generation_prompt=False)
+    text = _render(tokenizer, _dummy([]), None, add_generation_prompt=False)
     behind = text[text.rindex(_CALL_MARK) + len(_CALL_MARK) :]
-    found = [
-        (position, token)
-        for token in tokenizer.all_special_tokens
-        if (position := behind.find(token)) >= 0 and position < behind.index(_RESULT_MARK)
-    ]
+    found = [(at, token) for token in tokenizer.all_special_tokens if (at := behind.find(token)) >= 0]
     if not found:
         raise ConfigError(
-            "the chat template must end an assistant turn with a special token (such as <|im_end|>), got "
-            f"{behind[: behind.index(_RESULT_MARK)]!r}"
+            "the chat template must end an assistant turn with a special token of the tokenizer (such as <|im_end|>), "
+            f"got {behind!r}"
         )
     return min(found)[1]
 
 
-def _suffix(tokenizer: Any, observations: Sequence[str], end_token: str) -> str:
+def _suffix(tokenizer: Any, tools: list[ToolSchema], observations: Sequence[str], end_token: str) -> str:
     """What the template writes after the end token of an assistant turn that called tools."""
-    text = _render(tokenizer, _dummy(observations), None, add_generation_prompt=True)
+    text = _render(tokenizer, _dummy(observations), tools, add_generation_prompt=True)
     return text[text.index(end_token, text.index(_CALL_MARK)) + len(end_token) :]

@@ -96,6 +96,7 @@ async def run_tool_loop(
                 sample.status = SampleStatus.COMPLETED
             elif not await _answer_calls(sample, calls, renderer, registry, budgets):
                 sample.status = SampleStatus.TRUNCATED
+    sample.response = renderer.text(sample.tokens[sample.prompt_length :])
     sample.check()
     return sample
 
@@ -107,7 +108,6 @@ def _append_turn(sample: Sample, completion: Completion, renderer: ConversationR
             f"tokens and {len(completion.log_probs)} log-probs"
         )
     sample.append(completion.ids, log_probs=completion.log_probs)
-    sample.response += renderer.text(completion.ids)
     sample.weight_versions.append(completion.weight_version)
     sample.num_turns += 1
 
@@ -141,7 +141,6 @@ async def _answer_calls(
     if len(ids) >= budgets.remaining(sample):
         return False
     sample.append(ids, log_probs=None)
-    sample.response += renderer.text(ids)
     return True
 
 

@@ -15,7 +15,8 @@ from slime_retool.tool_use.schema import check_arguments
 from slime_retool.types import ToolSchema
 
 OPEN, CLOSE, END_OF_THINKING = "<tool_call>", "</tool_call>", "</think>"
-_FORM = f'{OPEN}\n{{"name": "tool name", "arguments": {{...}}}}\n{CLOSE}'
+# Messages spell no tag out: in an observation it would be neutralised, like any other.
+_FORM = 'Between the opening and the closing tool_call tag write only {"name": "tool name", "arguments": {...}}.'
 # Not strict: raw newlines and tabs inside strings are what models write in code.
 _DECODER = json.JSONDecoder(strict=False)
 
@@ -48,21 +49,21 @@ def _read_call(text: str, position: int) -> tuple[Any, int]:
     try:
         value, end = _DECODER.raw_decode(text, begin)
     except RecursionError:
-        return ToolCallError("Error: the JSON in <tool_call> is nested too deeply."), _resume(text, begin)
+        return ToolCallError("Error: the JSON of the tool call is nested too deeply."), _resume(text, begin)
     except json.JSONDecodeError as error:
         at = error.pos
         seen = text[max(begin, at - 20) : at + 20]
         message = (
-            f"Error: the content of <tool_call> is not valid JSON ({error.msg} near {seen!r}). "
-            'Escape double quotes (\\") and backslashes (\\\\) inside strings. Use this form:\n' + _FORM
+            f"Error: the tool call is not valid JSON ({error.msg} near {seen!r}). "
+            'Escape double quotes (\\") and backslashes (\\\\) inside strings. ' + _FORM
         )
         return ToolCallError(message), _resume(text, at)
     except ValueError as error:  # an integer with more digits than Python converts
-        return ToolCallError(f"Error: the content of <tool_call> cannot be read ({error})."), _resume(text, begin)
+        return ToolCallError(f"Error: the tool call cannot be read ({error})."), _resume(text, begin)
     end = _skip_space(text, end)
     if not text.startswith(CLOSE, end):
         found = text[end : end + 20]
-        message = f"Error: {CLOSE} must follow the JSON of a call, found {found!r}. Use this form:\n{_FORM}"
+        message = f"Error: the closing tool_call tag must follow the JSON of a call, found {found!r}. {_FORM}"
         return ToolCallError(message), _resume(text, end)
     return value, end + len(CLOSE)
 
@@ -84,8 +85,7 @@ def _resume(text: str, position: int) -> int:
 def _to_call(value: Any, schemas: dict[str, Any] | None) -> ToolCall | ToolCallError:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or "arguments" not in value:
         return ToolCallError(
-            'Error: a tool call must be one JSON object with a string "name" and an object "arguments". '
-            "Use this form:\n" + _FORM
+            'Error: a tool call must be one JSON object with a string "name" and an object "arguments". ' + _FORM
         )
     name, arguments = value["name"], value["arguments"]
     if isinstance(arguments, str):

@@ -138,9 +138,8 @@ def _directory(root: str) -> Path:
         directory = resolve_checkpoint_dir(root)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    for name in ("common.pt", "metadata.json"):
-        if not (directory / name).is_file():
-            raise CheckpointError(f"{directory} has no {name}: the checkpoint is incomplete; use another")
+    if not (directory / "metadata.json").is_file():
+        raise CheckpointError(f"{directory} has no metadata.json: the checkpoint is incomplete; use another")
     return directory
 
 

@@ -98,12 +98,19 @@ def current_lr(optimizer: Any) -> float:
 def grad_norm(optimizer: Any) -> float:
     """L2 norm of the whole gradient, after `optimizer.prepare_grads()`; the same on every rank.
 
-    Shared (tied) parameters, tensor-parallel duplicates and data-parallel copies count once: Megatron's
-    `get_main_grads_for_grad_norm` leaves out what another rank of the reduction group also holds.
+    A tied output layer on another pipeline stage than the embedding, and parameters that every tensor-parallel rank
+    holds, count once; data-parallel copies are not in the reduction group, shards of them are.
     """
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
     total = None
     for part in optimizer.chained_optimizers:
-        grads = part.get_main_grads_for_grad_norm()
+        grads = [
+            p.grad
+            for p in part.get_parameters()
+            if p.grad is not None and param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
+        ]
         squared = _sum_of_squares(grads)
         dist.all_reduce(squared, group=part.get_grad_stats_parallel_group())
         total = squared if total is None else total + squared

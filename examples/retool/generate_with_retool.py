@@ -1,0 +1,56 @@
+"""The hooks of the ReTool recipe.
+
+    --custom-generate-function-path generate_with_retool.generate
+    --custom-rm-path generate_with_retool.reward_func
+
+`generate` lets the model write Python calls between its sentences and see what they print; `reward_func` scores
+the final answer by the DAPO rule and adds the tool-use shaping.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from typing import Any
+
+from tool_sandbox import make_tools
+
+from slime_retool.config import Config
+from slime_retool.errors import ConfigError
+from slime_retool.reward import compute_score, conversation_messages, shape_tool_use
+from slime_retool.rollout.context import current_context
+from slime_retool.tool_use import ConversationRenderer, LoopBudgets, run_tool_loop
+from slime_retool.types import Sample
+
+
+async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generate one response with tools; the tools are the data row's, or all that are registered.
+
+    `sampling_params["max_new_tokens"]`, where given, is the budget of the whole response, observations included.
+    """
+    context = current_context()
+    if context.engine is None:
+        raise ConfigError("generate needs an inference engine, and this run has none; remove --debug-train-only")
+    registry = await context.resource("tools", make_tools)
+    schemas = sample.tools or registry.schemas()
+    registry.require(schemas)
+    renderer = await context.resource(
+        "renderer " + json.dumps(schemas), lambda _: nullcontext(ConversationRenderer(context.tokenizer, schemas))
+    )
+    budgets = LoopBudgets(
+        max_response_tokens=sampling_params.get("max_new_tokens", args.rollout_max_response_len),
+        max_context_tokens=args.rollout_max_context_len,
+        max_turns=args.max_turns,
+        max_tool_calls=args.max_tool_calls,
+        max_observation_tokens=args.max_observation_tokens,
+    )
+    return await run_tool_loop(context.engine, renderer, registry, sample, sampling_params, budgets)
+
+
+async def reward_func(args: Config, sample: Sample, **kwargs: Any) -> dict[str, Any]:
+    """{"score", "acc", "pred"}: the DAPO score, for wrong answers with the tool-use shaping; `acc` is never shaped."""
+    if sample.label is None:
+        raise ConfigError(f"sample {sample.index} has no label to compare with; check --label-key")
+    result = compute_score(sample.response, sample.label)
+    result["score"] = shape_tool_use(result["score"], conversation_messages(sample))
+    return result

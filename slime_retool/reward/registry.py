@@ -1,0 +1,25 @@
+"""The built-in reward of `--rm-type`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from slime_retool.errors import ConfigError
+from slime_retool.reward.score import compute_score
+from slime_retool.types import Sample
+
+if TYPE_CHECKING:
+    from slime_retool.config import Config
+
+
+async def default_reward(args: Config, sample: Sample) -> dict[str, Any]:
+    """Score `sample.response` against `sample.label` by `args.rm_type` (see `compute_score`).
+
+    Raises ConfigError when the sample has no label, RewardError on an outage of the scorer.
+    """
+    if sample.label is None:
+        raise ConfigError(f"sample {sample.index} has no label to compare with; check --label-key")
+    if args.rm_type == "dapo":  # microseconds
+        return compute_score(sample.response, sample.label)
+    return await asyncio.to_thread(compute_score, sample.response, sample.label, args.rm_type)

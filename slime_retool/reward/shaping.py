@@ -1,0 +1,27 @@
+"""Reward shaping that encourages tool use while answers are still wrong.
+
+The published ReTool recipes add, to wrong answers only, (n - 2) / 2 * 0.1 and cap the sum at -0.6. They differ in n:
+verl's counts the messages of the conversation, slime's the tool calls, so that there a failure without any call
+scores -1.1. Here n counts messages: 2 for question and answer, and 2 more for every round of tool use. A failure
+then scores -1.0 without tools, -0.9 with one round, and -0.6 from four rounds on.
+"""
+
+from __future__ import annotations
+
+from slime_retool.types import Sample
+
+
+def conversation_messages(sample: Sample) -> int:
+    """Messages of the conversation as the formula counts them.
+
+    A round needs a further assistant turn and an executed call: neither many calls in one turn nor malformed calls
+    earn more.
+    """
+    return 2 + 2 * min(max(0, sample.num_turns - 1), sample.num_tool_calls)
+
+
+def shape_tool_use(score: float, num_messages: int, *, cap: float = -0.6) -> float:
+    """min(cap, score + (num_messages - 2) / 2 * 0.1) for a wrong answer (score below 0), else the score itself."""
+    if score >= 0:
+        return score
+    return min(cap, score + (num_messages - 2) / 2 * 0.1)

@@ -1,0 +1,249 @@
+"""The event loop's end of the broker's socket: one write and one future per call, no threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from slime_retool.sandbox.jail.environment import package_folders
+from slime_retool.sandbox.jail.syscalls import AUDIT_ARCH, MACHINE
+from slime_retool.sandbox.policy import SandboxPolicy, SandboxUnavailable
+
+_LENGTH = struct.Struct("<I")
+_BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
+_START_GRACE = 30.0
+_EXIT_SECONDS = 10.0
+
+_ADVICE = {
+    "user and other namespaces": (
+        "Allow user namespaces (sysctl user.max_user_namespaces above 0; on Debian kernel.unprivileged_userns_clone=1, on "
+        "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined and "
+        "--security-opt apparmor=unconfined), or choose isolation 'landlock', which needs no namespaces."
+    ),
+    "landlock": (
+        "Landlock needs Linux 5.13 (6.2 for isolation 'landlock') and 'landlock' in the kernel's lsm= list; in a container "
+        "the host's kernel counts. Isolation 'none' has to be asked for by name and is no security boundary."
+    ),
+    "seccomp": "The kernel needs CONFIG_SECCOMP_FILTER and the container must allow the seccomp or prctl system call.",
+    "setuid": "Run as root with CAP_SETUID and CAP_SETGID, or as an ordinary user.",
+    "environment": (
+        "The sandbox's packages must import in a bare interpreter: install them in the environment that runs the sandbox, "
+        "readable by all users, or take them out of SandboxPolicy.packages."
+    ),
+}
+_ADVICE["mount namespace"] = _ADVICE["user and other namespaces"]
+
+
+def _environment(private_root: bool) -> dict[str, str]:
+    """All the variables that the code can see; none is the caller's, but for two that let libraries load at all."""
+    threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "OPENBLAS_CORETYPE") if name in os.environ}
+    work = {"HOME": "/sandbox/work", "TMPDIR": "/sandbox/work"} if private_root else {}
+    return kept | threads | work | {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "USER": "sandbox",
+        "MPLBACKEND": "Agg",
+        "MALLOC_ARENA_MAX": "2",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
+
+
+def _preloads(entries: dict[str, str], names: tuple[str, ...]) -> list[str]:
+    """Modules to import in the zygote: those named by the policy that have a module of the same name."""
+    modules = [name.replace("-", "_") for name in names]
+    return [name for name in modules if name in entries or f"{name}.py" in entries]
+
+
+class JailClient(asyncio.Protocol):
+    """Starts a broker and talks to it. `off`: layers to leave out, for tests that show what each one stops."""
+
+    def __init__(self, policy: SandboxPolicy, off: frozenset[str] = frozenset()) -> None:
+        self._policy, self._off = policy, off
+        self._private_root = policy.isolation == "namespaces" and "mount" not in off
+        self._folder: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._received = bytearray()
+        self._count = 0
+        self.failure: str | None = None
+        self.alive = False
+
+    async def start(self) -> dict[str, Any]:
+        """Notes of each zygote. Raises SandboxUnavailable."""
+        if not sys.platform.startswith("linux") or MACHINE not in AUDIT_ARCH:
+            raise SandboxUnavailable(
+                f"isolation {self._policy.isolation!r} needs Linux on x86_64 or aarch64, this is {sys.platform} on {MACHINE}; "
+                "run the sandbox on such a machine (`slime-retool sandbox serve`) and pass its URL"
+            )
+        config = self._config()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = _environment(self._private_root)
+            self._process = subprocess.Popen(
+                [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", _BOOT, "broker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], cwd="/", stdin=subprocess.DEVNULL, start_new_session=True,
+                env=(dict(os.environ) if "environment" in self._off else {}) | environment,
+            )  # fmt: skip
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        await loop.create_connection(lambda: self, sock=ours)
+        self._write(config)
+        try:
+            notes = await asyncio.wait_for(self._ready, self._policy.startup_timeout + _START_GRACE)
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, asyncio.TimeoutError):
+                raise SandboxUnavailable("the sandbox's broker did not answer") from error
+            raise
+        self.alive = True
+        return notes
+
+    def _config(self) -> dict[str, Any]:
+        policy = self._policy
+        try:
+            packages = package_folders(policy.packages)
+        except LookupError as error:
+            raise SandboxUnavailable(
+                f"the sandbox's package {error} is not installed for {sys.executable}; install it or take it out of "
+                "SandboxPolicy.packages"
+            ) from error
+        links = work = None
+        if not self._private_root:
+            links, work = self._make_folder(packages)
+        preload = _preloads(packages, policy.packages)
+        heavy = [name.removesuffix(".py") for name in packages if name.removesuffix(".py").isidentifier()]
+        zygote = {
+            "isolation": policy.isolation, "packages": packages, "package_links": links, "work": work,
+            "uid": policy.uid, "off": sorted(self._off),
+        }  # fmt: skip
+        return {
+            "zygote": zygote,
+            "kinds": {"plain": []} | ({"packages": preload} if preload else {}),
+            "heavy": heavy,
+            "pool": min(policy.concurrency, policy.prefork),
+            "limits": {
+                "memory": policy.memory_mb << 20, "output": policy.max_output_bytes, "file_mb": policy.max_file_mb,
+                "open_files": policy.max_open_files, "scratch_mb": policy.max_disk_mb, "inodes": policy.max_inodes,
+                "concurrency": policy.concurrency, "queue": policy.max_queue, "sessions": policy.max_sessions,
+                "session_idle": policy.session_idle, "startup_timeout": policy.startup_timeout,
+            },
+        }  # fmt: skip
+
+    def _make_folder(self, packages: dict[str, str]) -> tuple[str, str]:
+        """Without a root of its own: links to the packages, and a folder for the calls' working folders."""
+        self._folder = tempfile.mkdtemp(prefix="slime-retool-sandbox-")
+        os.chmod(self._folder, 0o711)
+        links, work = os.path.join(self._folder, "packages"), os.path.join(self._folder, "work")
+        os.mkdir(links, 0o755)
+        os.mkdir(work, 0o711)
+        for name, path in packages.items():
+            os.symlink(path, os.path.join(links, name))
+        return links, work
+
+    async def call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The broker's answer. Cancelling the caller ends the call. Raises SandboxUnavailable when the broker ended."""
+        if not self.alive:
+            raise SandboxUnavailable(self.failure or "the sandbox's broker is not running")
+        self._count += 1
+        identity = self._count
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[identity] = future
+        self._write(message | {"id": identity})
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._waiting.pop(identity, None) is not None and self.alive:
+                self._write({"op": "cancel", "id": identity})
+            raise
+
+    def close_session(self, name: str) -> None:
+        if self.alive:
+            self._write({"op": "close", "session": name})
+
+    def kill(self) -> None:
+        """SIGKILL the broker, as an out-of-memory killer would."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+
+    @property
+    def broker_pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is not None:
+            process = self._process
+            try:
+                await asyncio.to_thread(process.wait, _EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, True)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._transport is not None
+        data = json.dumps(message).encode()
+        self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.alive = False
+        self.failure = self.failure or "the sandbox's broker ended"
+        unavailable = SandboxUnavailable(self.failure)
+        for future in (self._ready, *self._waiting.values()):
+            if future is not None and not future.done():
+                future.set_exception(unavailable)
+        self._waiting.clear()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        offset = 0
+        while len(self._received) - offset >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._received, offset)
+            end = offset + _LENGTH.size + size
+            if len(self._received) < end:
+                break
+            self._on_message(json.loads(bytes(self._received[offset + _LENGTH.size : end])))
+            offset = end
+        del self._received[:offset]
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        if "fatal" in message:
+            self.failure = _explain(self._policy.isolation, message["fatal"], message["layer"])
+        elif "ready" in message:
+            assert self._ready is not None
+            with contextlib.suppress(asyncio.InvalidStateError):
+                self._ready.set_result(message["ready"])
+        else:
+            future = self._waiting.pop(message["id"], None)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+
+def _explain(isolation: str, reason: str, layer: str | None) -> str:
+    if layer is None:
+        return f"the sandbox stopped: {reason}"
+    return f"sandbox isolation {isolation!r} is not available: layer '{layer}' was refused: {reason}. {_ADVICE[layer]}"

@@ -1,0 +1,194 @@
+"""Runs code in the locked-down child, one request at a time. What it sends is untrusted to the broker.
+
+Functions are bound at import, before any code runs: see `semantics`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import gc
+import io
+import json
+import os
+import random
+import resource
+import struct
+import sys
+import threading
+import time
+from typing import Any
+
+from . import semantics
+
+CONTROL = 3
+"""Descriptor of the socket to the broker: 4-byte little-endian length, JSON."""
+READY = b"R"
+MAX_FETCHED = 16 << 20
+
+_read, _write, _lseek, _exit = os.read, os.write, os.lseek, os._exit
+_len, _min, _memoryview, _bytes = len, min, memoryview, bytes
+_BaseException, _OSError = BaseException, OSError
+_pack, _unpack = struct.pack, struct.unpack
+_encode, _decode = json.JSONEncoder(ensure_ascii=True).encode, json.JSONDecoder().decode
+_TextIOWrapper, _BufferedWriter = io.TextIOWrapper, io.BufferedWriter
+_clock, _usage, _SELF = time.perf_counter, resource.getrusage, resource.RUSAGE_SELF
+_wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
+_run_exit_functions = atexit._run_exitfuncs  # type: ignore[attr-defined]
+
+
+class _RingWriter(io.RawIOBase):
+    """Writes the first half of `limit` bytes once and the rest in a ring after it: a file of bounded size.
+
+    The broker shares the descriptor's offset, so it can find the ring's seam although we were killed.
+    """
+
+    def __init__(self, fd: int, limit: int) -> None:
+        self._fd, self._limit, self._half = fd, limit, limit // 2
+        self.total = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, data: Any) -> int:
+        view = _memoryview(data).cast("B")
+        size, done = _len(view), 0
+        self.total += size
+        try:
+            while done < size:
+                position = _lseek(self._fd, 0, 1)
+                if position >= self._limit:
+                    position = _lseek(self._fd, self._half, 0)
+                    if size - done > self._limit:
+                        done = size - self._half  # what would be overwritten at once
+                done += _write(self._fd, view[done : done + self._limit - position])
+        except _OSError:
+            pass  # the code closed or replaced its own output
+        return size
+
+
+def _receive_exactly(count: int) -> bytes:
+    data = bytearray()
+    while _len(data) < count:
+        chunk = _read(CONTROL, _min(count - _len(data), 1 << 20))
+        if not chunk:
+            _exit(0)
+        data += chunk
+    return _bytes(data)
+
+
+def _receive() -> dict[str, Any]:
+    (count,) = _unpack("<I", _receive_exactly(4))
+    return _decode(_receive_exactly(count).decode())
+
+
+def _send(message: dict[str, Any]) -> None:
+    data = _encode(message).encode()
+    view = _memoryview(_pack("<I", _len(data)) + data)
+    while view:
+        view = view[_write(CONTROL, view) :]
+
+
+def _reseed(seed: int | None) -> None:
+    """Forks share the zygote's random state: give each its own, or the one asked for."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(None if seed is None else seed & 0xFFFFFFFF)
+
+
+def _set_stdin(text: str | None) -> None:
+    if text is None:
+        semantics.refuse_input()
+    else:
+        fd = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(text.encode("utf-8", "surrogateescape"))
+        os.lseek(fd, 0, os.SEEK_SET)
+        os.dup2(fd, 0)
+        os.close(fd)
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+
+
+def _write_files(files: dict[str, str]) -> None:
+    for name, content in files.items():
+        folder = os.path.dirname(name)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(base64.b64decode(content))
+
+
+def _read_files(names: list[str]) -> dict[str, str]:
+    found, room = {}, MAX_FETCHED
+    for name in names:
+        try:
+            with open(name, "rb") as file:
+                data = file.read(room + 1)
+        except _OSError:
+            continue
+        if _len(data) <= room:
+            room -= _len(data)
+            found[name] = base64.b64encode(data).decode()
+    return found
+
+
+def serve(output_limit: int, memory_mb: int) -> None:
+    """Answer requests until a one-shot has run or the broker is gone. Does not return."""
+    namespace = semantics.main_module()
+    sys.path.insert(0, os.getcwd())  # modules that the code writes
+    atexit._clear()  # type: ignore[attr-defined]  # nothing of the zygote's runs here
+    gc.enable()
+    _write(CONTROL, READY)
+    count = 0
+    while True:
+        request = _receive()
+        count += 1
+        writers = [_RingWriter(fd, output_limit) for fd in (1, 2)]
+        out, err = (_text_stream(writer) for writer in writers)
+        sys.stdout = sys.__stdout__ = out
+        sys.stderr = sys.__stderr__ = err
+        session = request["session"]
+        if count == 1 or request["seed"] is not None:
+            _reseed(request["seed"])
+        started = _clock()
+        try:
+            if count == 1:
+                _set_stdin(request["stdin"])
+            _write_files(request["files"])
+            filename = f"<cell {count}>" if session else "<string>"
+            outcome = semantics.run(request["code"], filename, namespace, output_limit, memory_mb)
+        except _BaseException as error:  # files that do not fit
+            outcome = semantics.Outcome(error=f"{error}", error_type="OSError")
+        # As an interpreter does at its end; a session goes on.
+        for finish in (() if session else (_wait_for_threads, _run_exit_functions)) + (out.flush, err.flush):
+            try:
+                finish()
+            except _BaseException:
+                pass
+        _send(
+            {
+                "nonce": request["nonce"],
+                "error": outcome.error,
+                "error_type": outcome.error_type,
+                "result": outcome.result,
+                "wall": _clock() - started,
+                "max_rss": _usage(_SELF).ru_maxrss * 1024,
+                "written": [writer.total for writer in writers],
+                "files": _read_files(request["fetch"]) if request["fetch"] else {},
+            }
+        )
+        if not session:
+            _exit(0)
+
+
+def _text_stream(writer: _RingWriter) -> io.TextIOWrapper:
+    """By lines, so that what was printed survives a kill."""
+    buffered = _BufferedWriter(writer, 8192)
+    return _TextIOWrapper(buffered, encoding="utf-8", errors="backslashreplace", line_buffering=True)

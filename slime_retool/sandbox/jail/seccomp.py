@@ -1,0 +1,181 @@
+"""Two classic-BPF system call filters, deny by default.
+
+Stage 1 is put on the zygote and inherited: what Python, numpy and sympy need, and what the zygote needs to set up a
+child. Stage 2 is put on each child as its last step and takes the zygote's part away again. It is small, since it
+is installed once a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+from .syscalls import AUDIT_ARCH, MACHINE, NR, PR_SET_SECCOMP, libc
+
+_FILTER_MODE = 2
+_LD, _JA, _JEQ, _JGT, _JGE, _JSET, _RET = 0x20, 0x05, 0x15, 0x25, 0x35, 0x45, 0x06
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_OFFSET_NR, _OFFSET_ARCH = 0, 4
+_X32_BIT = 0x40000000
+
+_PROGRAM = """
+read write readv writev pread64 pwrite64 preadv pwritev lseek close close_range dup dup2 dup3 open openat creat
+stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getdents getdents64
+getcwd chdir fchdir umask mmap mprotect munmap mremap madvise brk mincore msync futex futex_waitv set_robust_list
+get_robust_list rseq set_tid_address rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait
+rt_sigsuspend sigaltstack restart_syscall pause nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday
+time times getrusage getitimer setitimer alarm timer_create timer_settime timer_gettime timer_getoverrun timer_delete
+timerfd_create timerfd_settime timerfd_gettime getpid getppid gettid getuid geteuid getgid getegid getgroups
+getresuid getresgid getpgrp getpgid getsid capget getpriority getrlimit sysinfo uname getrandom getcpu sched_yield
+sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min arch_prctl
+membarrier exit exit_group wait4 waitid poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait
+epoll_pwait epoll_pwait2 eventfd2 pipe flock fsync fdatasync truncate ftruncate fallocate fadvise64 rename renameat
+renameat2 mkdir mkdirat rmdir unlink unlinkat symlink symlinkat link linkat chmod fchmod fchmodat fchmodat2 utimensat
+utimes sendfile copy_file_range recvfrom shutdown getsockname getpeername
+""".split()
+# Allowed to a program only with some arguments: stage 2 decides.
+_CHECKED = "clone kill tgkill socketpair sendto prlimit64 prctl ioctl fcntl pipe2".split()
+_ZYGOTE_ONLY = """
+fork unshare setns mount umount2 capset landlock_create_ruleset landlock_add_rule landlock_restrict_self seccomp
+pidfd_open pidfd_send_signal sendmsg recvmsg setuid setgid setresuid setresgid setgroups
+""".split()
+_METADATA = "chmod fchmod fchmodat fchmodat2 utimensat utimes".split()
+
+_AF_UNIX = 1
+_CLONE_THREAD = 0x10000
+_O_NOTIFICATION_PIPE = os.O_EXCL
+_PR_SET_NAME, _PR_GET_NAME = 15, 16
+_HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
+_BAD_FCNTLS = (8, 10, 15, 1024, 1026, 1031)  # SETOWN SETSIG SETOWN_EX SETLEASE NOTIFY SETPIPE_SZ
+
+Instructions = list[bytes]
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value & 0xFFFFFFFF)
+
+
+def _refuse(code: int = errno.EPERM) -> Instructions:
+    return [_instruction(_RET, _ERRNO | code)]
+
+
+_ACCEPT = [_instruction(_RET, _ALLOW)]
+
+
+def _low(argument: int) -> bytes:
+    """Load the low half of an argument (both architectures are little-endian)."""
+    return _instruction(_LD, 16 + 8 * argument)
+
+
+def _high(argument: int) -> bytes:
+    return _instruction(_LD, 20 + 8 * argument)
+
+
+def _only_if_equal(argument: int, value: int) -> Instructions:
+    return [_low(argument), _instruction(_JEQ, value, 0, 1), *_ACCEPT, *_refuse()]
+
+
+def _only_if_null(*arguments: int) -> Instructions:
+    loads = [load for argument in arguments for load in (_low(argument), _high(argument))]
+    body: Instructions = []
+    for index, load in enumerate(loads):
+        to_refusal = 2 * (len(loads) - index - 1) + 1
+        body += [load, _instruction(_JEQ, 0, 0, to_refusal)]
+    return body + _ACCEPT + _refuse()
+
+
+def _one_of(argument: int, values: tuple[int, ...], found: Instructions, other: Instructions) -> Instructions:
+    """`found` and `other` are one instruction each."""
+    tests = [_instruction(_JEQ, value, len(values) - index) for index, value in enumerate(values)]
+    return [_low(argument), *tests, *other, *found]
+
+
+def _for(name: str, body: Instructions) -> Instructions:
+    if name not in NR:
+        return []
+    return [_instruction(_JEQ, NR[name], 0, len(body)), *body]
+
+
+def _architecture() -> Instructions:
+    """Kill on another architecture's calls (32-bit `int 0x80`, x32), whose numbers mean something else."""
+    program = [
+        _instruction(_LD, _OFFSET_ARCH),
+        _instruction(_JEQ, AUDIT_ARCH[MACHINE], 1, 0),
+        _instruction(_RET, _KILL_PROCESS),
+        _instruction(_LD, _OFFSET_NR),
+    ]
+    if MACHINE == "x86_64":
+        program += [_instruction(_JGE, _X32_BIT, 0, 1), _instruction(_RET, _KILL_PROCESS)]
+    return program
+
+
+def _accept_numbers(wanted: set[int]) -> Instructions:
+    """Accept these call numbers, fall through for others: a balanced tree over runs of numbers."""
+    runs: list[list[int]] = []
+    for number in sorted(wanted):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+
+    def tree(part: list[list[int]]) -> Instructions:
+        if len(part) <= 2:
+            leaf: Instructions = []
+            for first, last in part:
+                if first == last:
+                    leaf += [_instruction(_JEQ, first, 0, 1), *_ACCEPT]
+                else:
+                    leaf += [_instruction(_JGE, first, 0, 2), _instruction(_JGT, last, 1, 0), *_ACCEPT]
+            return leaf
+        middle = len(part) // 2
+        low, high = tree(part[:middle]), tree(part[middle:])
+        low.append(_instruction(_JA, len(high)))
+        # Conditional jumps reach 255 instructions, JA any distance.
+        return [_instruction(_JGE, part[middle][0], 0, 1), _instruction(_JA, len(low)), *low, *high]
+
+    return tree(runs)
+
+
+def stage1() -> bytes:
+    """The zygote's filter. A call it does not know fails with EPERM."""
+    names = _PROGRAM + _CHECKED + _ZYGOTE_ONLY
+    program = _architecture() + _accept_numbers({NR[name] for name in names if name in NR})
+    for name in ("clone3", "openat2"):  # the C library then falls back to the older call, which can be checked
+        program += _for(name, _refuse(errno.ENOSYS))
+    return b"".join(program + _refuse())
+
+
+def stage2(pid: int, private_root: bool) -> bytes:
+    """A child's own filter: threads but no processes, signals only to itself (`pid` as it sees itself).
+
+    private_root: False also denies changing modes and times, which Landlock does not cover.
+    """
+    denied = _ZYGOTE_ONLY + ["vfork", "execve"] + ([] if private_root else _METADATA)
+    program = [
+        _instruction(_LD, _OFFSET_NR),
+        *_for("clone", [_low(0), _instruction(_JSET, _CLONE_THREAD, 0, 1), *_ACCEPT, *_refuse()]),
+        *_for("kill", _only_if_equal(0, pid)),
+        *_for("tgkill", _only_if_equal(0, pid)),
+        *_for("socketpair", _only_if_equal(0, _AF_UNIX)),
+        *_for("sendto", _only_if_null(4)),  # no address: only on a connected socket
+        *_for("prlimit64", [_low(0), _instruction(_JEQ, 0, 1, 0), *_refuse(), *_only_if_null(2)]),  # own, read
+        *_for("prctl", _one_of(0, (_PR_SET_NAME, _PR_GET_NAME), _ACCEPT, _refuse())),
+        *_for("ioctl", _one_of(1, _HARMLESS_IOCTLS, _ACCEPT, _refuse(errno.ENOTTY))),
+        *_for("fcntl", _one_of(1, _BAD_FCNTLS, _refuse(), _ACCEPT)),
+        *_for("pipe2", [_low(1), _instruction(_JSET, _O_NOTIFICATION_PIPE, 1, 0), *_ACCEPT, *_refuse()]),
+    ]
+    numbers = sorted({NR[name] for name in denied if name in NR})
+    program += [_instruction(_JEQ, number, len(numbers) - index) for index, number in enumerate(numbers)]
+    return b"".join(program + _ACCEPT + _refuse())
+
+
+def install(program: bytes) -> None:
+    """Put a filter in force for this thread and what it forks. Needs no_new_privs."""
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
+    pointer = ctypes.create_string_buffer(header, len(header))
+    if libc.prctl(PR_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(pointer), 0, 0) < 0:
+        code_ = ctypes.get_errno()
+        raise OSError(code_, f"prctl(PR_SET_SECCOMP): {os.strerror(code_)}")

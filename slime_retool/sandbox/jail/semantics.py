@@ -1,0 +1,119 @@
+"""What running a snippet means, at every isolation level: a module `__main__`, a notebook's echo, a clean traceback.
+
+Functions are bound at import, before any code runs, so that code which replaces them (in `builtins`, `traceback`, ...)
+breaks itself and not its report. Standard library only.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import builtins
+import linecache
+import sys
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_ERROR = 4000
+_MAX_FRAMES = (4, 8)
+_len, _isinstance, _repr, _str, _type, _int = len, isinstance, repr, str, type, int
+_compile, _exec, _eval = compile, exec, eval
+_BaseException, _MemoryError, _SystemExit = BaseException, MemoryError, SystemExit
+_Expr, _Expression, _ImportFrom, _ONLY_AST = ast.Expr, ast.Expression, ast.ImportFrom, ast.PyCF_ONLY_AST
+_TracebackException, _StackSummary = traceback.TracebackException, traceback.StackSummary
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a snippet ended. `error` is None when it ran to its end or left with exit code 0."""
+
+    error: str | None = None
+    error_type: str | None = None
+    result: str | None = None
+
+
+def main_module() -> dict[str, Any]:
+    """A fresh `__main__` and its namespace."""
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    sys.argv = [""]
+    # What `site` adds to an interpreter, without its effects.
+    builtins.__dict__.update(exit=sys.exit, quit=sys.exit)
+    return module.__dict__
+
+
+def refuse_input() -> None:
+    builtins.__dict__["input"] = _no_input
+
+
+def _no_input(prompt: object = "") -> str:
+    raise EOFError("input() is not available: nobody is there to answer")
+
+
+def run(code: str, filename: str, namespace: dict[str, Any], limit: int, memory_mb: int) -> Outcome:
+    """Execute in `namespace`; `result` is the `repr` of a bare last expression, cut to `limit` characters."""
+    linecache.cache[filename] = (_len(code), None, code.splitlines(True), filename)
+    try:
+        return Outcome(result=_execute(code, filename, namespace, limit))
+    except _SystemExit as stop:
+        if stop.code is None or (_isinstance(stop.code, _int) and stop.code == 0):
+            return Outcome()
+        return Outcome(error=f"SystemExit: {stop.code}", error_type="SystemExit")
+    except _MemoryError as error:
+        text = f"{describe(error, filename)}\n(the memory limit is {memory_mb} MB)"
+        return Outcome(error=text, error_type="MemoryError")
+    except _BaseException as error:
+        return Outcome(error=describe(error, filename), error_type=_type(error).__name__)
+
+
+def _execute(code: str, filename: str, namespace: dict[str, Any], limit: int) -> str | None:
+    tree = _compile(code, filename, "exec", _ONLY_AST, True)
+    last = tree.body.pop() if tree.body and _isinstance(tree.body[-1], _Expr) else None
+    _exec(_compile(tree, filename, "exec", 0, True), namespace)
+    if last is None:
+        return None
+    value = _eval(_compile(_Expression(last.value), filename, "eval", _future_flags(tree), True), namespace)
+    if value is None:
+        return None
+    namespace["_"] = value
+    text = _repr(value)
+    if _len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} ... [{_len(text) - 2 * half} characters omitted] ... {text[_len(text) - half :]}"
+
+
+def _future_flags(tree: ast.Module) -> int:
+    """Compiler flags of `from __future__` lines, for the expression that was split off."""
+    imports = [node for node in tree.body if _isinstance(node, _ImportFrom) and node.module == "__future__"]
+    names = {alias.name for node in imports for alias in node.names}
+    return sum(__future__.__dict__[name].compiler_flag for name in names)
+
+
+def describe(error: BaseException, filename: str) -> str:
+    """The traceback, reduced to frames of the code itself, bounded."""
+    try:
+        report = _TracebackException(_type(error), error, error.__traceback__, compact=True)
+        _keep_own_frames(report, filename)
+        text = "".join(report.format()).rstrip("\n")
+    except _BaseException:  # an exception whose own text cannot be made
+        text = _type(error).__name__
+    return text if _len(text) <= _MAX_ERROR else f"{text[:1500]}\n...\n{text[-2400:]}"
+
+
+def _keep_own_frames(report: traceback.TracebackException, filename: str) -> None:
+    # Cells of a session share the part before their number.
+    mark = filename.split(" ")[0].rstrip(">")
+    own = [frame for frame in report.stack if frame.filename.startswith(mark)]
+    first, last = _MAX_FRAMES
+    if _len(own) > first + last:
+        own = own[:first] + own[-last:]
+    # Rebuilt without columns: the lines of carets say little for their length.
+    report.stack = _StackSummary.from_list([(frame.filename, frame.lineno, frame.name, frame.line) for frame in own])
+    for linked in (report.__cause__, report.__context__):
+        if linked is not None:
+            _keep_own_frames(linked, filename)

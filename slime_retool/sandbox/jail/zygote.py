@@ -1,0 +1,389 @@
+"""The zygote: shuts itself in, imports the packages, then forks one locked-down child per request.
+
+It never holds code or results. Its control socket (SOCK_SEQPACKET) carries one JSON configuration in and one answer
+out, then `<I` tag with three descriptors per fork in; and out `F` tag with a pidfd, `X` tag status usage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from . import executor, landlock, namespaces, seccomp, warmup
+from .environment import DEVICES, HostPaths, host_paths, without
+from .syscalls import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, drop_bounding_set, drop_capabilities, prctl
+
+FORKED = struct.Struct("<cI")
+EXITED = struct.Struct("<cIiddQ")
+TAG = struct.Struct("<I")
+SETUP_FAILED = 99
+
+LAYERS = (
+    "environment", "user", "mount", "pid", "net", "ipc", "uts", "cgroup", "landlock", "seccomp", "capabilities", "rlimits",
+    "freeze",
+)  # fmt: skip
+"""All layers by name; tests switch one off to see what it stops. `freeze` and `environment` are the broker's."""
+
+_NICE = 5
+_STACK = 8 << 20
+_FIRST_FREE_FD = 20
+
+
+class LayerError(Exception):
+    """A layer that this machine refuses."""
+
+    def __init__(self, layer: str, error: OSError) -> None:
+        super().__init__(f"{error}")
+        self.layer, self.errno = layer, error.errno
+
+
+@contextlib.contextmanager
+def _layer(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LayerError(name, error) from error
+
+
+class Zygote:
+    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+        self.control = control
+        self.config = config
+        self.limits: dict[str, int] = config["limits"]
+        self.private = config["isolation"] == "namespaces"
+        self.off = set(config["off"])
+        self.paths = host_paths()
+        self.notes: dict[str, str] = {}
+        self.rules: landlock.Ruleset | None = None
+        self.own_pid_namespace = -1
+        self.private_root = self.private and "mount" not in self.off
+        self.private_pids = self.private and "pid" not in self.off
+        self.tags: dict[int, int] = {}
+        self.size_file = -1
+        self.address_space = 0
+
+    # Shutting in.
+
+    def set_up(self) -> None:
+        _protect_the_host_from_us()
+        if self.private:
+            self._enter_namespaces()
+        else:
+            if os.geteuid() == 0:
+                self._become_ordinary_user()
+            self.size_file = _open_size_file()
+        os.umask(0o077)
+        os.nice(_NICE)
+        sys.path.append(namespaces.PACKAGES if self.private_root else self.config["package_links"])
+        started = time.perf_counter()
+        warmup.preload([*warmup.STDLIB, *self.config["preload"]])
+        warmup.warm(self.config["preload"])
+        self.notes["preload"] = f"{time.perf_counter() - started:.2f} s"
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        drop_bounding_set()
+        if "landlock" not in self.off:
+            with _layer("landlock"):
+                self.rules = self._rules()
+            self.notes["landlock"] = f"ABI {self.rules.abi}"
+        if "seccomp" not in self.off:
+            with _layer("seccomp"):
+                seccomp.install(seccomp.stage1())
+        if not self.private and "capabilities" not in self.off:
+            drop_capabilities()
+        self.child_filter = seccomp.stage2(1, private_root=True)
+        self.address_space = int(os.pread(self.size_file, 64, 0).split()[0]) * resource.getpagesize()
+
+    def _enter_namespaces(self) -> None:
+        as_root = os.geteuid() == 0
+        root: str | None = None
+        wanted = [name for name in namespaces.FLAGS if name not in self.off]
+        flags = sum(namespaces.FLAGS[name] for name in wanted)
+        if as_root and self.private_root:
+            # While still root, so that an interpreter below a 0700 home can be shown to the ordinary user inside.
+            with _layer("mount namespace"):
+                namespaces.unshare(namespaces.NEWNS)
+                root = self._build_root()
+        if as_root:
+            with _layer("setuid"):
+                self._become_nobody()
+        with _layer("user and other namespaces"):
+            ids = namespaces.map_user()
+            namespaces.unshare(namespaces.NEWUSER | flags)
+            namespaces.write_maps(*ids)
+        if self.private_root and root is None:
+            with _layer("mount namespace"):
+                root = self._build_root()
+        if self.private_pids:
+            _continue_as_first_process(self.control)
+            self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        if "uts" not in self.off:
+            namespaces.set_hostname("sandbox")
+        self.size_file = _open_size_file()
+        if root is not None:
+            with _layer("mount namespace"):
+                namespaces.enter_root(root)
+
+    def _build_root(self) -> str:
+        namespaces.make_private()
+        packages: dict[str, str] = self.config["packages"]
+        binds = [(path, path) for path in self.paths.readable]
+        binds += [(path, f"{namespaces.PACKAGES}/{name}") for name, path in packages.items()]
+        links = [*self.paths.links, ("/tmp", namespaces.WORK)]
+        return namespaces.build_root(binds, self.paths.hidden, links)
+
+    def _become_ordinary_user(self) -> None:
+        """Without namespaces, root drops to an ordinary user if that one can read the interpreter and the packages."""
+        uid = self.config["uid"]
+        needed = [*self.paths.readable, *self.config["packages"].values(), self.config["package_links"]]
+        if _readable_as(uid, needed):
+            self._become_nobody()
+            self.notes["user"] = str(uid)
+        else:
+            self.notes["user"] = f"0 without capabilities (user {uid} cannot read the interpreter or its packages)"
+
+    def _become_nobody(self) -> None:
+        uid = self.config["uid"]
+        if not self.private_root:
+            os.chown(self.config["work"], uid, uid)
+        namespaces.become_nobody(uid)
+
+    def _rules(self) -> landlock.Ruleset:
+        rules = landlock.Ruleset()
+        if not self.private_root and rules.abi < landlock.ABI_TRUNCATE:
+            raise OSError(
+                95, f"Landlock ABI {rules.abi} cannot deny truncating a file, which needs ABI 3 (Linux 6.2)"
+            )
+        for path in _readable_paths(self.paths, self.private_root):
+            rules.allow(path, landlock.READ_ONLY)
+        for device in DEVICES:
+            rules.allow(device, landlock.READ | landlock.IOCTL_DEV)
+        rules.allow("/dev/null", landlock.READ | landlock.WRITE | landlock.TRUNCATE)
+        if self.private_root:
+            # On the parent: a rule on the mount point would be hidden by the mount.
+            rules.allow("/sandbox", landlock.READ_WRITE | landlock.EXECUTE)
+            rules.allow("/", landlock.READ_DIR)
+        else:
+            for path in self.paths.readable:
+                rules.allow(path, landlock.READ_DIR)
+            rules.allow(self.config["package_links"], landlock.READ_ONLY)
+            for path in self.config["packages"].values():
+                rules.allow(path, landlock.READ_ONLY)
+            rules.allow(self.config["work"], landlock.READ_WRITE)
+        return _keep_clear_of_children(rules)
+
+    # Forking.
+
+    def serve(self) -> None:
+        """Until the control socket closes; then everything forked here ends with this process."""
+        wake, wake_write = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake, 4096)
+                    continue
+                try:
+                    message, fds, _, _ = socket.recv_fds(self.control, TAG.size, 3)
+                except ConnectionError:
+                    return
+                if not message:
+                    return
+                self._fork(TAG.unpack(message)[0], fds)
+            self._reap()
+
+    def _fork(self, tag: int, fds: list[int]) -> None:
+        if self.private_pids:
+            namespaces.unshare(namespaces.NEWPID)
+        pid = os.fork()
+        if pid == 0:
+            self._become_child(tag, fds)
+        if self.private_pids:
+            namespaces.join_pid_namespace(self.own_pid_namespace)
+        for fd in fds:
+            os.close(fd)
+        pidfd = os.pidfd_open(pid)
+        self.tags[pid] = tag
+        socket.send_fds(self.control, [FORKED.pack(b"F", tag)], [pidfd])
+        os.close(pidfd)
+
+    def _reap(self) -> None:
+        while self.tags:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            tag = self.tags.pop(pid, None)
+            if tag is not None:
+                report = EXITED.pack(b"X", tag, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024)
+                self.control.send(report)
+
+    def _become_child(self, tag: int, fds: list[int]) -> None:
+        """Lock down and run what the broker sends. Never returns."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._arrange_descriptors(*fds)
+            folder = self._enter_work_folder(tag)
+            if "rlimits" not in self.off:
+                self._set_limits()
+            if self.rules is not None:
+                self.rules.restrict_self()
+                if not self.private_root:
+                    _confine_writes_to(folder)
+                os.close(self.rules.fd)
+            if "capabilities" not in self.off:
+                drop_capabilities()
+            if "seccomp" not in self.off:
+                pid = os.getpid()
+                seccomp.install(self.child_filter if pid == 1 and self.private_root else seccomp.stage2(pid, self.private_root))
+            output, memory = self.limits["output"], self.limits["memory"]
+            self.__dict__.clear()
+            executor.serve(output, memory >> 20)
+        except BaseException as error:
+            os.write(2, f"setting up the process failed: {error!r}".encode())
+        finally:
+            os._exit(SETUP_FAILED)
+
+    def _arrange_descriptors(self, control: int, out: int, err: int) -> None:
+        """0 nothing, 1 and 2 output, 3 the broker; all others of the zygote are closed."""
+        nothing = os.open("/dev/null", os.O_RDONLY)
+        low = [nothing, out, err, control]
+        high = [os.dup2(fd, 100 + index) for index, fd in enumerate(low)]
+        for index, fd in enumerate(high):
+            os.dup2(fd, index)
+        keep = self.rules.fd if self.rules is not None else 4
+        os.closerange(4, keep)
+        os.closerange(keep + (self.rules is not None), 1 << 16)
+
+    def _enter_work_folder(self, tag: int) -> str:
+        if not self.private_pids:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self.private_root:
+            namespaces.unshare(namespaces.NEWNS)
+            namespaces.mount_scratch(self.limits["scratch_mb"], self.limits["inodes"])
+            folder = namespaces.WORK
+        else:
+            folder = os.path.join(self.config["work"], str(tag))
+            os.mkdir(folder, 0o700)
+            os.environ["HOME"] = os.environ["TMPDIR"] = folder
+        os.chdir(folder)
+        return folder
+
+    def _set_limits(self) -> None:
+        for name, value in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_MEMLOCK, 0),
+            (resource.RLIMIT_MSGQUEUE, 0),
+            (resource.RLIMIT_NOFILE, self.limits["open_files"]),
+            (resource.RLIMIT_FSIZE, self.limits["file_mb"] << 20),
+            (resource.RLIMIT_STACK, _STACK),
+            (resource.RLIMIT_AS, self.address_space + self.limits["memory"]),
+        ):
+            resource.setrlimit(name, (value, value))
+
+
+def _protect_the_host_from_us() -> None:
+    """End with the broker; be the first to go when the machine runs out of memory."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    os.environ.pop("LD_LIBRARY_PATH", None)
+
+
+def _continue_as_first_process(control: socket.socket) -> None:
+    """Fork into the new PID namespace. The parent only waits, so that someone of the broker's reaps us."""
+    pid = os.fork()
+    if pid:
+        control.close()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # cleared by the change of user
+        _, status = os.waitpid(pid, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0x7F)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _open_size_file() -> int:
+    """Our address space in pages; opened while /proc is there, read after the packages are loaded."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _readable_as(uid: int, paths: list[str]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            namespaces.become_nobody(uid)
+            os._exit(0 if all(os.access(path, os.R_OK) for path in paths) else 1)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _readable_paths(paths: HostPaths, private_root: bool) -> list[str]:
+    files = [path for path in paths.readable if path not in DEVICES]
+    if private_root:
+        return files  # hidden folders are empty there
+    return [kept for path in files for kept in without(path, paths.hidden)]
+
+
+def _keep_clear_of_children(rules: landlock.Ruleset) -> landlock.Ruleset:
+    """Move the descriptor above those that a child arranges."""
+    import fcntl
+
+    moved = fcntl.fcntl(rules.fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
+    os.close(rules.fd)
+    rules.fd = moved
+    return rules
+
+
+def _confine_writes_to(folder: str) -> None:
+    """A second set of rules, which can only take away: of all the children's folders, just this one."""
+    rules = landlock.Ruleset()
+    rules.allow("/", landlock.READ_ONLY | landlock.IOCTL_DEV)
+    rules.allow("/dev/null", landlock.WRITE | landlock.TRUNCATE)
+    rules.allow(folder, landlock.READ_WRITE)
+    rules.restrict_self()
+    os.close(rules.fd)
+
+
+def _answer(control: socket.socket, set_up: Callable[[], None]) -> None:
+    try:
+        set_up()
+    except LayerError as error:
+        reply = {"fatal": str(error), "layer": error.layer, "errno": error.errno}
+    except Exception as error:
+        reply = {"fatal": f"{type(error).__name__}: {error}", "layer": "environment", "errno": None}
+    else:
+        return
+    with contextlib.suppress(OSError):
+        control.send(json.dumps(reply).encode())
+    os._exit(3)
+
+
+def main(fd: int) -> None:
+    control = socket.socket(fileno=fd)
+    config = json.loads(control.recv(1 << 20))
+    zygote = Zygote(control, config)
+    _answer(control, zygote.set_up)
+    control.send(json.dumps({"ready": zygote.notes}).encode())
+    zygote.serve()
+    os._exit(0)

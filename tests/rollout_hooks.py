@@ -1,0 +1,172 @@
+"""A scripted engine, a data source and hooks for the rollout tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from slime_retool.config import Config
+from slime_retool.errors import EngineError, RewardError
+from slime_retool.rollout.context import Completion, DataSource, RolloutContext, current_context
+from slime_retool.types import RolloutBatch, Sample
+
+
+class CharTokenizer:
+    """One id per character."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+class ScriptedEngine:
+    """Answers with `answer(prompt text, call number)`: text, or an exception to raise."""
+
+    def __init__(self, answer: Callable[[str, int], str | Exception], *, version: int = 3) -> None:
+        self.answer, self.version, self.calls, self.requests = answer, version, 0, []
+
+    async def generate(
+        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
+    ) -> Completion:
+        self.calls += 1
+        self.requests.append((list(input_ids), dict(sampling_params), session))
+        answer = self.answer("".join(map(chr, input_ids)), self.calls)
+        await asyncio.sleep(0)
+        if isinstance(answer, Exception):
+            raise answer
+        full = [ord(c) for c in answer]
+        ids = full[: sampling_params["max_new_tokens"]]
+        return Completion(
+            ids=ids,
+            log_probs=[-0.5] * len(ids),
+            finish_reason="stop" if ids == full else "length",
+            weight_version=self.version,
+            prompt_tokens=len(input_ids),
+            cached_tokens=0,
+        )
+
+
+class Prompts:
+    """An endless data source of the texts given; remembers how many groups were drawn."""
+
+    def __init__(self, texts: list[str], copies: int) -> None:
+        self.texts, self.copies, self.drawn = texts, copies, 0
+
+    def next_groups(self, count: int) -> list[list[Sample]]:
+        groups = []
+        for _ in range(count):
+            text = self.texts[self.drawn % len(self.texts)]
+            groups.append(
+                [
+                    Sample(prompt=text, label=text, index=self.drawn * self.copies + i, group_index=self.drawn)
+                    for i in range(self.copies)
+                ]
+            )
+            self.drawn += 1
+        return groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+def scripted_context(config: Config, answer: Callable[[str, int], str | Exception]) -> RolloutContext:
+    return RolloutContext(config=config, tokenizer=CharTokenizer(), engine=ScriptedEngine(answer))
+
+
+async def index_reward(args: Config, sample: Sample) -> dict[str, float]:
+    """1 for the first half of a group, 0 for the rest."""
+    n = args.n_samples_per_prompt
+    return {"score": float(sample.index % n < n // 2)}
+
+
+def length_reward(args: Config, sample: Sample) -> float:
+    """A plain function is a reward too: the length of the answer."""
+    return float(len(sample.response))
+
+
+async def constant_reward(args: Config, sample: Sample) -> float:
+    return 1.0
+
+
+async def spread_only_for_b(args: Config, sample: Sample) -> float:
+    """Rewards differ within a group for prompts that begin with "b" only."""
+    return float(sample.index % 2) if str(sample.prompt).startswith("b") else 0.0
+
+
+async def sleepy_for_z(args: Config, sample: Sample) -> float:
+    """Never ends for prompts that begin with "z"."""
+    if str(sample.prompt).startswith("z"):
+        await asyncio.Event().wait()
+    return float(sample.index % 2)
+
+
+async def outage_for_odd(args: Config, sample: Sample) -> float:
+    if sample.index % 2:
+        raise RewardError("the judge is down")
+    return float(sample.index)
+
+
+async def broken_reward(args: Config, sample: Sample) -> float:
+    raise ZeroDivisionError("a mistake of the user")
+
+
+async def text_reward(args: Config, sample: Sample) -> Any:
+    return "very good"
+
+
+async def nan_reward(args: Config, sample: Sample) -> float:
+    return float("nan")
+
+
+async def forgetful_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Forgets to set a status."""
+    return sample
+
+
+async def unequal_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Loses a log-prob."""
+    from slime_retool.rollout.generate import generate
+
+    sample = await generate(args, sample, sampling_params)
+    sample.rollout_log_probs.pop()
+    return sample
+
+
+async def outage_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    raise EngineError("connection refused")
+
+
+@asynccontextmanager
+async def note_of_life(config: Config) -> AsyncIterator[None]:
+    """A resource that leaves a line in `output_dir/life` when it begins and when it ends."""
+    path = f"{config.output_dir}/life"
+    with open(path, "a") as file:
+        file.write("open\n")
+    yield
+    with open(path, "a") as file:
+        file.write("closed\n")
+
+
+async def rollout_with_resource(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
+    """Draws one group, uses one resource, makes no samples."""
+    assert current_context() is context
+    await asyncio.gather(*(context.resource("life", note_of_life) for _ in range(3)))
+    data.next_groups(1)
+    return RolloutBatch([], {"rollout/id": float(rollout_id)})
+
+
+async def rollout_that_never_ends(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
+    await context.resource("life", note_of_life)
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def rollout_that_fails(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
+    raise KeyError("a mistake of the user")

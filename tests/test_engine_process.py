@@ -1,0 +1,186 @@
+"""Supervision and flags of servers, without starting SGLang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from sglang_utils import engine_config, processes_with
+
+from slime_retool.config import Config
+from slime_retool.engine.checksum import REPORT_LOADER
+from slime_retool.engine.process import ServerError, SupervisedProcess, free_ports, port_was_taken
+from slime_retool.engine.server import server_environment, server_flags
+from slime_retool.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+# A server with a child, and a grandchild in a session of its own; says so, then lives on.
+FAMILY = """
+import subprocess, sys, time
+child = "import subprocess, sys, time; " \\
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); " \\
+    "print('ready', flush=True); time.sleep(600)"
+{prelude}
+subprocess.Popen([sys.executable, "-c", child])
+time.sleep(600)
+"""
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from slime_retool.engine.process import SupervisedProcess
+process = SupervisedProcess([sys.executable, "-c", sys.argv[2]], log_path=Path(sys.argv[1]), environment=os.environ)
+process.wait_until_ready(lambda: "ready" in process.log_tail(), 20, "the family")
+print("ready", flush=True)
+time.sleep(600)
+"""
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def environment(mark: str) -> dict[str, str]:
+    name, value = mark.split("=")
+    return {**os.environ, name: value, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+
+
+def new_mark() -> str:
+    return f"SLIME_RETOOL_TEST_RUN={uuid.uuid4().hex}"
+
+
+def wait_until_gone(mark: str) -> dict[int, str]:
+    deadline = time.monotonic() + 20
+    while (left := processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def start(tmp_path: Path, mark: str, code: str, grace: float = 5.0) -> SupervisedProcess:
+    return SupervisedProcess(
+        [sys.executable, "-c", code], log_path=tmp_path / "log.txt", environment=environment(mark), grace=grace
+    )
+
+
+def wait_for_family(process: SupervisedProcess) -> None:
+    process.wait_until_ready(lambda: "ready" in process.log_tail(), 20, "the family")
+
+
+@pytest.mark.parametrize(("prelude", "grace"), [("", 5.0), (STUBBORN, 0.5)])
+def test_stop_ends_the_server_with_all_its_descendants(prelude: str, grace: float, tmp_path: Path):
+    mark = new_mark()
+    process = start(tmp_path, mark, FAMILY.format(prelude=prelude), grace)
+    wait_for_family(process)
+    assert len(processes_with(mark)) == 4  # supervisor, server, child, grandchild
+    process.stop()
+    assert processes_with(mark) == {} and not process.alive
+    process.stop()  # again does nothing
+
+
+def test_descendants_end_when_the_server_dies_by_itself(tmp_path: Path):
+    mark = new_mark()
+    process = start(tmp_path, mark, FAMILY.format(prelude=""), 0.5)
+    wait_for_family(process)
+    server = next(pid for pid in processes_with(mark) if os.getsid(pid) == pid and pid != process.pid)
+    os.kill(server, signal.SIGKILL)
+    assert wait_until_gone(mark) == {}
+    assert not process.alive
+    process.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_an_owner_that_is_killed(number: signal.Signals, tmp_path: Path):
+    mark = new_mark()
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path / "log.txt"), FAMILY.format(prelude="")],
+        env=environment(mark), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert owner.stdout is not None and owner.stdout.readline().strip() == "ready"
+    owner.send_signal(number)
+    owner.wait()
+    assert wait_until_gone(mark) == {}
+
+
+def test_a_server_started_from_a_thread_outlives_the_thread(tmp_path: Path):
+    started: list[SupervisedProcess] = []
+    sleeper = "import time; time.sleep(600)"
+    thread = threading.Thread(target=lambda: started.append(start(tmp_path, new_mark(), sleeper)))
+    thread.start()
+    thread.join()
+    time.sleep(0.5)
+    assert started[0].alive
+    started[0].stop()
+
+
+def test_a_server_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: Path):
+    with start(tmp_path, new_mark(), "print('no such model'); raise SystemExit(3)") as process:
+        with pytest.raises(ServerError, match="ended with status 3 while starting(.|\n)*no such model"):
+            process.wait_until_ready(lambda: False, 20, "the server")
+
+
+def test_a_server_that_never_becomes_ready_is_an_error(tmp_path: Path):
+    with start(tmp_path, new_mark(), "import time; print('loading', flush=True); time.sleep(600)") as process:
+        with pytest.raises(ServerError, match="not ready after 0.5 s"):
+            process.wait_until_ready(lambda: False, 0.5, "the server")
+
+
+def test_free_ports_are_different_and_not_those_of_outgoing_connections():
+    ports = free_ports(20)
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert len(set(ports)) == 20 and not any(low <= port <= high for port in ports)
+
+
+def test_only_a_taken_port_is_worth_another_start():
+    assert port_was_taken(ServerError("OSError: [Errno 98] error while attempting to bind: Address already in use"))
+    assert not port_was_taken(ServerError("CUDA out of memory"))
+
+
+def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
+    config = engine_config(tmp_path, tmp_path, seed=7)
+    flags = server_flags(config, model_path=str(tmp_path), rank=2)
+    assert flags["--device"] == ["cpu"] and flags["--dtype"] == ["float32"]
+    assert flags["--attention-backend"] == ["torch_native"] and flags["--skip-server-warmup"] == []
+    assert flags["--random-seed"] == ["9"] and flags["--weight-version"] == ["0"]
+    assert flags["--max-total-tokens"] == ["16384"] and flags["--context-length"] == ["520"]
+    assert flags["--custom-weight-loader"] == [REPORT_LOADER]
+    env = server_environment(config, None)
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1" and env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_gpu_engine_leaves_backends_to_sglang_and_takes_the_devices_given(tmp_path: Path):
+    config = Config(device="cuda", rollout_num_gpus_per_engine=2, sglang_mem_fraction_static=0.7)
+    flags = server_flags(config, model_path=str(tmp_path))
+    assert flags["--tp-size"] == ["2"] and flags["--mem-fraction-static"] == ["0.7"]
+    assert not {"--device", "--attention-backend", "--dtype", "--max-total-tokens"} & set(flags)
+    assert server_environment(config, [4, 5])["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+def test_the_context_is_never_longer_than_the_models_positions(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    config = engine_config(tmp_path, tmp_path, rollout_max_context_len=512)
+    assert server_flags(config, model_path=str(tmp_path))["--context-length"] == ["512"]
+
+
+def test_undeclared_flags_are_passed_through_and_replace_defaults(tmp_path: Path):
+    flags = {"--attention-backend": ["intel_amx"], "--enable-metrics": []}
+    config = engine_config(tmp_path, tmp_path, sglang_server_flags=flags)
+    assert flags.items() <= server_flags(config, model_path=str(tmp_path)).items()
+
+
+@pytest.mark.parametrize("name", ["--port", "--model-path", "--tp-size", "--random-seed", "--context-length"])
+def test_a_flag_that_holds_a_value_of_the_run_cannot_be_passed_through(name: str, tmp_path: Path):
+    config = engine_config(tmp_path, tmp_path, sglang_server_flags={name: ["1"]})
+    with pytest.raises(ConfigError, match=f"{name} is set from"):
+        server_flags(config, model_path=str(tmp_path))
+
+
+def test_the_default_cache_on_a_cpu_holds_the_batch_within_a_bound():
+    def tokens(**values: object) -> int:
+        config = Config(device="cpu", rollout_max_context_len=1000, n_samples_per_prompt=4, **values)
+        return int(server_flags(config, model_path="/none")["--max-total-tokens"][0])
+
+    assert tokens(rollout_batch_size=2) == 8 * 1000
+    assert tokens(rollout_batch_size=1000) == 65_536

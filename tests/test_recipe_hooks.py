@@ -1,0 +1,122 @@
+"""The recipe's hooks as a run uses them: by dotted path, in a rollout context, with the real sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tool_helpers import ScriptedEngine, call_text, encode, tokenizer
+
+from slime_retool.config import Config
+from slime_retool.errors import ConfigError, ToolUnavailable
+from slime_retool.plugins import load_function
+from slime_retool.rollout.context import RolloutContext, use_context
+from slime_retool.sandbox import Result, Status, process_jail
+from slime_retool.types import Sample, SampleStatus
+
+RECIPE = Path(__file__).parents[1] / "examples" / "retool"
+
+
+@pytest.fixture(autouse=True)
+def recipe_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPE))
+
+
+def generate(
+    turns: list[tuple[str, str]], count: int = 1, params: dict[str, Any] | None = None, **options: Any
+) -> list[Sample]:
+    hook = load_function("generate_with_retool.generate")
+    config = Config(rollout_max_response_len=20_000, **options)
+
+    async def main() -> list[Sample]:
+        context = RolloutContext(config, tokenizer(), None)
+        samples = [Sample(prompt=[{"role": "user", "content": "6 * 7?"}], label="42", index=i) for i in range(count)]
+        try:
+            async with use_context(context):
+                for sample in samples:
+                    context.engine = ScriptedEngine(turns)
+                    await hook(config, sample, params or {})
+        finally:
+            await context.aclose()
+        return samples
+
+    return asyncio.run(main())
+
+
+def reward(sample: Sample) -> dict[str, Any]:
+    return asyncio.run(load_function("generate_with_retool.reward_func")(Config(), sample))
+
+
+def test_code_is_run_and_its_output_shown() -> None:
+    turns = [(call_text("x = 6\nprint('six', x)\nx * 7"), "stop"), ("It is \\boxed{42}.", "stop")]
+    for sample in generate(turns, count=2):
+        assert sample.status is SampleStatus.COMPLETED
+        assert "<tool_response>\nsix 6\n42\n</tool_response>" in sample.response
+        assert (sample.num_turns, sample.num_tool_calls, sample.num_tool_errors) == (2, 1, 0)
+        assert reward(sample) == {"score": 1.0, "acc": True, "pred": "42"}
+
+
+def test_the_prompt_shows_the_registered_tool() -> None:
+    (sample,) = generate([("no tool", "stop")])
+    prompt = tokenizer().decode(sample.tokens[: sample.prompt_length])
+    assert '"name": "code_interpreter"' in prompt and prompt.endswith("<|im_start|>assistant\n")
+
+
+def test_wrong_answers_are_shaped_by_rounds_of_tool_use_and_accuracy_is_not() -> None:
+    call = (call_text("1"), "stop")
+    for rounds, score in ((0, -1.0), (1, -0.9), (5, -0.6)):
+        (sample,) = generate([call] * rounds + [("\\boxed{41}", "stop")])
+        assert reward(sample) == {"score": pytest.approx(score), "acc": False, "pred": "41"}
+
+
+def test_errors_and_time_limits_are_observations() -> None:
+    turns = [(call_text("print('a')\n1 / 0"), "stop"), (call_text("while True: pass"), "stop"), ("done", "stop")]
+    (sample,) = generate(turns, tool_timeout=0.5)
+    assert sample.num_tool_errors == 2
+    assert "a\nTraceback (most recent call last):" in sample.response and "ZeroDivisionError" in sample.response
+    assert "longer than 0.5 s" in sample.response
+
+
+def test_an_outage_of_the_sandbox_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_jail.sys, "executable", "/does/not/exist")
+    with pytest.raises(ToolUnavailable, match="cannot start"):
+        generate([(call_text("1"), "stop")], tool_retries=0)
+
+
+def test_sampling_parameters_set_the_response_budget() -> None:
+    (sample,) = generate([("x" * 1000, "stop")], params={"max_new_tokens": 30, "temperature": 0.0})
+    assert (sample.status, sample.response_length) == (SampleStatus.TRUNCATED, 30)
+    assert len(encode(sample.response)) == 30
+
+
+def test_data_with_an_unregistered_tool_is_refused() -> None:
+    sample = Sample(prompt="x", tools=[{"type": "function", "function": {"name": "browser"}}])
+
+    async def main() -> None:
+        async with use_context(RolloutContext(Config(), tokenizer(), ScriptedEngine([("", "stop")]))) as context:
+            try:
+                await load_function("generate_with_retool.generate")(Config(), sample, {})
+            finally:
+                await context.aclose()
+
+    with pytest.raises(ConfigError, match="browser"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (Result(Status.OK, stdout="1\n"), "1"),
+        (Result(Status.OK, stdout="1\n", result="2"), "1\n2"),
+        (Result(Status.OK, stdout="1\n", stderr="a warning"), "1"),
+        (Result(Status.OK), "(no output: print what you want to see)"),
+        (Result(Status.ERROR, stdout="1\n", stderr="said\n", error="E"), "1\nsaid\nE"),
+    ],
+)
+def test_what_the_model_sees_of_a_result(result: Result, text: str) -> None:
+    load_function("generate_with_retool.generate")  # puts the recipe's modules within reach
+    import tool_sandbox
+
+    assert tool_sandbox.format_result(result) == text

@@ -1,0 +1,178 @@
+"""The router client against a small HTTP server that behaves well, badly, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime_retool.errors import EngineError
+from slime_retool.rollout.engine_client import ROUTING_HEADER, RouterClient, parse_completion
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def reply(ids: list[int] = (5, 6, 7), log_probs: list[Any] | None = None, **meta: Any) -> dict[str, Any]:
+    """A reply as SGLang writes it."""
+    values = [-0.1 * (i + 1) for i in range(len(ids))] if log_probs is None else log_probs
+    return {
+        "text": "not looked at",
+        "output_ids": list(ids),
+        "meta_info": {
+            "finish_reason": {"type": "stop", "matched": 7},
+            "weight_version": "4",
+            "prompt_tokens": 3,
+            "cached_tokens": 2,
+            "output_token_logprobs": [[value, token, None] for value, token in zip(values, ids, strict=False)],
+            **meta,
+        },
+    }
+
+
+@asynccontextmanager
+async def served(answer: Answer, **options: Any) -> AsyncIterator[RouterClient]:
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    settings = {"concurrency": 8, "timeout": 5.0, "retries": 2, "backoff": 0.001, **options}
+    try:
+        async with RouterClient(f"http://127.0.0.1:{port}", **settings) as client:
+            yield client
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_request_carries_ids_and_asks_for_log_probs():
+    seen: list[tuple[dict[str, Any], str | None]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((await request.json(), request.headers.get(ROUTING_HEADER)))
+        return web.json_response(reply())
+
+    async with served(answer) as client:
+        completion = await client.generate([1, 2, 3], {"max_new_tokens": 9, "temperature": 0.5}, session="41")
+    body, key = seen[0]
+    assert body["input_ids"] == [1, 2, 3] and "text" not in body
+    assert body["sampling_params"] == {"max_new_tokens": 9, "temperature": 0.5}
+    assert body["return_logprob"] is True and key == "41"
+    assert completion.ids == [5, 6, 7] and completion.log_probs == pytest.approx([-0.1, -0.2, -0.3])
+    assert (completion.finish_reason, completion.weight_version) == ("stop", 4)
+    assert (completion.prompt_tokens, completion.cached_tokens) == (3, 2)
+
+
+async def test_server_errors_are_tried_again_and_counted():
+    calls = 0
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        return web.json_response(reply()) if calls == 3 else web.Response(status=503, text="busy")
+
+    async with served(answer) as client:
+        assert (await client.generate([1], {})).ids == [5, 6, 7]
+        stats = client.take_stats()
+        assert (stats.requests, stats.retries, stats.cached_tokens, stats.completion_tokens) == (1, 2, 2, 3)
+        assert client.take_stats().requests == 0
+
+
+async def test_retries_are_bounded_and_the_servers_words_are_kept():
+    calls = 0
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        return web.Response(status=500, text="out of memory")
+
+    async with served(answer) as client:
+        with pytest.raises(EngineError, match="try 3 of 3: HTTP 500: out of memory"):
+            await client.generate([1], {})
+    assert calls == 3
+
+
+async def test_a_refused_request_is_not_tried_again():
+    calls = 0
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        return web.Response(status=400, text="too long")
+
+    async with served(answer) as client:
+        with pytest.raises(EngineError, match="HTTP 400: too long"):
+            await client.generate([1], {})
+    assert calls == 1
+
+
+async def test_a_server_that_is_not_there_is_an_engine_error():
+    async with RouterClient("http://127.0.0.1:9", concurrency=1, timeout=5, retries=1, backoff=0.001) as client:
+        with pytest.raises(EngineError, match="try 2 of 2"):
+            await client.generate([1], {})
+
+
+@pytest.mark.timeout(30)
+async def test_a_server_that_never_replies_is_an_engine_error():
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async with served(answer, timeout=0.2) as client:
+        with pytest.raises(EngineError, match="did not answer within 0.2 s"):
+            await client.generate([1], {})
+
+
+async def test_a_reply_that_is_not_json_is_an_engine_error():
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text="<html>")
+
+    async with served(answer) as client:
+        with pytest.raises(EngineError, match="not JSON"):
+            await client.generate([1], {})
+
+
+async def test_no_more_requests_are_in_flight_than_allowed():
+    now = most = 0
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return web.json_response(reply())
+
+    async with served(answer, concurrency=3) as client:
+        await asyncio.gather(*(client.generate([1], {}) for _ in range(20)))
+    assert most == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (reply(output_token_logprobs=None), "no log-probs"),
+        (reply(log_probs=[-0.1, -0.2]), "3 tokens but log-probs of 2"),
+        (reply(output_token_logprobs=[[-0.1, 5, None], [-0.1, 6, None], [-0.1, 8, None]]), "of other tokens"),
+        (reply(log_probs=[-0.1, None, -0.3]), "None for token 6"),
+        (reply(log_probs=[-0.1, float("nan"), -0.3]), "nan for token 6"),
+        (reply(finish_reason={"type": "weird"}), "unknown reason 'weird'"),
+        (reply(weight_version="default"), "cannot be used"),
+        ({"text": "only"}, "cannot be used: KeyError"),
+        ([], "cannot be used: TypeError"),
+    ],
+)
+def test_nothing_is_made_up_for_an_incomplete_reply(bad: Any, message: str):
+    with pytest.raises(EngineError, match=message):
+        parse_completion(bad)
+
+
+def test_an_aborted_request_may_come_back_empty():
+    aborted = reply(ids=[], finish_reason={"type": "abort", "message": "Abort in waiting queue"})
+    completion = parse_completion(aborted)
+    assert (completion.ids, completion.finish_reason) == ([], "abort")

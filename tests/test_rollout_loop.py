@@ -1,0 +1,241 @@
+"""The rollout loop against a scripted engine: groups, failures, filters, cancellation, evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+from rollout_hooks import Prompts, scripted_context
+
+from slime_retool.config import Config
+from slime_retool.errors import DataError, EngineError, RolloutError
+from slime_retool.rollout.context import RolloutContext, use_context
+from slime_retool.rollout.evaluate import evaluate
+from slime_retool.rollout.filters import keep_groups_with_reward_spread
+from slime_retool.rollout.rl_rollout import generate_rollout
+from slime_retool.rollout.sampling import evaluation_sampling_params, remaining_tokens, training_sampling_params
+from slime_retool.types import RolloutBatch, Sample
+
+SPREAD = "slime_retool.rollout.filters.keep_groups_with_reward_spread"
+
+
+def make_config(tmp_path: Path, **values: object) -> Config:
+    defaults: dict[str, object] = {
+        "device": "cpu",
+        "output_dir": str(tmp_path),
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 16,
+        "custom_rm_path": "rollout_hooks.index_reward",
+        "no_progress": True,
+    }
+    return Config(**{**defaults, **values})
+
+
+async def rollout(context: RolloutContext, data: Prompts, rollout_id: int = 0) -> RolloutBatch:
+    async with use_context(context):
+        return await generate_rollout(context, data, rollout_id)
+
+
+def echo(prompt: str, _: int) -> str:
+    return prompt.upper()
+
+
+async def test_a_batch_holds_whole_groups_in_order_with_the_ids_that_the_engine_returned(tmp_path):
+    config = make_config(tmp_path)
+    batch = await rollout(scripted_context(config, echo), Prompts(["abc", "de"], 4))
+    assert [s.group_index for s in batch.samples] == [0] * 4 + [1] * 4
+    assert [s.index for s in batch.samples] == list(range(8))
+    first = batch.samples[0]
+    assert first.tokens == [ord(c) for c in "abcABC"]
+    assert first.loss_mask == [0, 0, 0, 1, 1, 1]
+    assert first.rollout_log_probs == [0.0, 0.0, 0.0, -0.5, -0.5, -0.5]
+
+
+async def test_advantages_are_relative_to_the_group(tmp_path):
+    batch = await rollout(scripted_context(make_config(tmp_path), echo), Prompts(["a", "b"], 4))
+    rewards = [1.0, 1.0, 0.0, 0.0]
+    expected = [(r - fmean(rewards)) / (stdev(rewards) + 1e-6) for r in rewards]
+    assert [s.reward for s in batch.samples[:4]] == rewards
+    assert [s.advantage for s in batch.samples] == pytest.approx(expected * 2)
+
+
+async def test_without_std_normalization_only_the_mean_is_taken_off(tmp_path):
+    config = make_config(tmp_path, disable_grpo_std_normalization=True)
+    batch = await rollout(scripted_context(config, echo), Prompts(["a"], 4))
+    assert [s.advantage for s in batch.samples[:4]] == [0.5, 0.5, -0.5, -0.5]
+
+
+async def test_figures_describe_the_batch(tmp_path):
+    config = make_config(tmp_path, rollout_max_response_len=3)
+    batch = await rollout(scripted_context(config, echo), Prompts(["ab", "abcdef"], 4))
+    m = batch.metrics
+    assert m["rollout/reward_mean"] == m["rollout/accuracy"] == m["rollout/reward_std"] == 0.5
+    assert m["rollout/truncated_ratio"] == 0.5  # "ABCDEF" is longer than 3
+    assert (m["rollout/response_tokens_mean"], m["rollout/response_tokens_max"]) == (2.5, 3)
+    assert m["rollout/log_prob_mean"] == pytest.approx(-0.5)
+    assert m["rollout/weight_version_min"] == m["rollout/weight_version_max"] == 3
+    assert m["rollout/mean_turns"] == 1 and m["rollout/tool_call_rate"] == 0
+    assert m["rollout/groups_kept"] == 2 and m["rollout/samples"] == m["rollout/train_samples"] == 8
+
+
+async def test_an_outage_loses_its_sample_and_the_group_goes_on_without_it(tmp_path):
+    config = make_config(tmp_path, custom_rm_path="rollout_hooks.outage_for_odd")
+    batch = await rollout(scripted_context(config, echo), Prompts(["a", "b"], 4))
+    assert [s.index for s in batch.samples] == [0, 2, 4, 6]
+    assert [s.advantage for s in batch.samples] == pytest.approx([-(0.5**0.5), 0.5**0.5] * 2, abs=1e-5)
+    assert batch.metrics["rollout/failed_ratio"] == 0.5
+    assert batch.metrics["rollout/failed_reward"] == 4
+
+
+async def test_a_group_lost_to_an_outage_is_replaced_by_the_next_prompt(tmp_path):
+    def answer(prompt: str, _: int) -> str | Exception:
+        return EngineError("gone") if prompt == "bad" else prompt
+
+    data = Prompts(["bad", "a", "b"], 4)
+    batch = await rollout(scripted_context(make_config(tmp_path), answer), data)
+    assert sorted({s.group_index for s in batch.samples}) == [1, 2]
+    assert data.drawn == 3
+    assert batch.metrics["rollout/groups_failed"] == 1 and batch.metrics["rollout/failed_engine"] == 4
+
+
+async def test_when_nothing_can_be_generated_the_rollout_says_why(tmp_path):
+    config = make_config(tmp_path, custom_generate_function_path="rollout_hooks.outage_generate")
+    data = Prompts(["a"], 4)
+    with pytest.raises(RolloutError, match="none of 2 groups .* engine: connection refused"):
+        await rollout(scripted_context(config, echo), data)
+    assert data.drawn <= 3  # not --max-sampling-rounds times as many
+
+
+@pytest.mark.parametrize(
+    ("hooks", "error", "message"),
+    [
+        ({"custom_rm_path": "rollout_hooks.broken_reward"}, ZeroDivisionError, "a mistake of the user"),
+        ({"custom_rm_path": "rollout_hooks.text_reward"}, ValueError, "very good"),
+        ({"custom_generate_function_path": "rollout_hooks.forgetful_generate"}, ValueError, "PENDING"),
+        ({"custom_generate_function_path": "rollout_hooks.unequal_generate"}, ValueError, "must agree"),
+    ],
+)
+async def test_a_mistake_in_a_hook_ends_the_rollout(hooks, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        await rollout(scripted_context(make_config(tmp_path, **hooks), echo), Prompts(["a"], 4))
+
+
+async def test_a_reward_that_is_not_a_number_ends_the_rollout(tmp_path):
+    config = make_config(tmp_path, custom_rm_path="rollout_hooks.nan_reward")
+    with pytest.raises(ValueError, match="finite"):
+        await rollout(scripted_context(config, echo), Prompts(["a"], 4))
+
+
+async def test_the_filter_drops_groups_with_equal_rewards_and_draws_others(tmp_path):
+    config = make_config(
+        tmp_path, custom_rm_path="rollout_hooks.spread_only_for_b", dynamic_sampling_filter_path=SPREAD
+    )
+    data = Prompts(["a", "a", "b"], 4)
+    batch = await rollout(scripted_context(config, echo), data)
+    assert sorted({s.group_index for s in batch.samples}) == [2, 5]
+    assert batch.metrics["rollout/groups_dropped"] >= 4
+    assert batch.metrics["rollout/reward_mean"] < 0.5  # dropped groups are part of what the model can do
+
+
+async def test_data_without_any_spread_ends_with_an_explanation(tmp_path):
+    config = make_config(
+        tmp_path,
+        custom_rm_path="rollout_hooks.constant_reward",
+        dynamic_sampling_filter_path=SPREAD,
+        max_sampling_rounds=3,
+    )
+    data = Prompts(["a"], 4)
+    with pytest.raises(DataError, match="6 prompts .* only 0 groups .* mean reward is 1: .*too hard or too easy"):
+        await rollout(scripted_context(config, echo), data)
+    assert data.drawn == 6
+
+
+@pytest.mark.timeout(20)
+async def test_a_reward_that_never_ends_does_not_delay_the_batch(tmp_path):
+    config = make_config(tmp_path, custom_rm_path="rollout_hooks.sleepy_for_z", over_sampling_batch_size=4)
+    batch = await rollout(scripted_context(config, echo), Prompts(["z", "a", "z", "b"], 4))
+    assert sorted({s.group_index for s in batch.samples}) == [1, 3]
+    assert batch.metrics["rollout/groups_cancelled"] == 2
+
+
+async def test_a_plain_function_is_a_reward_too(tmp_path):
+    config = make_config(tmp_path, custom_rm_path="rollout_hooks.length_reward")
+    batch = await rollout(scripted_context(config, echo), Prompts(["abc"], 4))
+    assert {s.reward for s in batch.samples} == {3.0}
+
+
+def test_reward_spread_compares_exactly():
+    def group(*rewards: float) -> list[Sample]:
+        return [Sample(prompt="", reward=reward) for reward in rewards]
+
+    assert not keep_groups_with_reward_spread(Config(), group(0.1, 0.1))
+    assert keep_groups_with_reward_spread(Config(), group(0.1, 0.1 + 1e-15))
+
+
+async def test_samples_are_dumped_with_text_tokens_reward_and_advantage(tmp_path):
+    config = make_config(tmp_path, dump_rollouts=True)
+    await rollout(scripted_context(config, echo), Prompts(["ab", "cd"], 4), rollout_id=7)
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "rollout_000007.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    row = next(row for row in rows if row["index"] == 0)
+    assert row["prompt"] == "ab" and row["response"] == "AB" and row["tokens"] == [ord(c) for c in "abAB"]
+    assert row["reward"] == {"score": 1.0} and row["advantage"] > 0 and row["status"] == "completed"
+
+
+async def test_a_prompt_without_room_for_an_answer_fails_with_the_limit_in_its_message(tmp_path):
+    config = make_config(tmp_path, rollout_max_context_len=4, rollout_batch_size=1)
+    with pytest.raises(RolloutError, match="prompt of 5 tokens .* --rollout-max-context-len 4"):
+        await rollout(scripted_context(config, echo), Prompts(["abcde"], 4))
+
+
+async def test_the_turn_is_bounded_by_response_and_context(tmp_path):
+    config = make_config(tmp_path, rollout_max_context_len=10, rollout_max_response_len=8)
+    context = scripted_context(config, echo)
+    await rollout(context, Prompts(["abcde"], 4))
+    assert {params["max_new_tokens"] for _, params, _ in context.engine.requests} == {5}
+    assert sorted({session for _, _, session in context.engine.requests}) == [str(i) for i in range(8)]
+
+
+def test_remaining_tokens_count_the_response_in_both_budgets(tmp_path):
+    config = make_config(tmp_path, rollout_max_context_len=100)
+    params = {"max_new_tokens": 50}
+    assert remaining_tokens(config, params, prompt_length=20, response_length=10) == 40
+    assert remaining_tokens(config, params, prompt_length=70, response_length=10) == 20
+    assert remaining_tokens(config, params, prompt_length=90, response_length=15) == -5
+
+
+def test_sampling_parameters_come_from_the_flags(tmp_path):
+    config = make_config(
+        tmp_path, rollout_temperature=0.7, rollout_top_p=0.9, rollout_stop=["</x>"], rollout_stop_token_ids=[5],
+        eval_temperature=0.0, eval_max_response_len=99,
+    )  # fmt: skip
+    train, evaluation = training_sampling_params(config), evaluation_sampling_params(config)
+    assert (train["temperature"], train["top_p"], train["top_k"], train["max_new_tokens"]) == (0.7, 0.9, -1, 16)
+    assert (train["stop"], train["stop_token_ids"]) == (["</x>"], [5])
+    assert (evaluation["temperature"], evaluation["top_p"], evaluation["max_new_tokens"]) == (0.0, 0.9, 99)
+
+
+async def test_evaluation_scores_every_prompt_n_times_per_set(tmp_path):
+    config = make_config(tmp_path, n_samples_per_eval_prompt=4, eval_max_response_len=2)
+    context = scripted_context(config, echo)
+    sets = {"one": [Sample(prompt="ab"), Sample(prompt="cd")], "two": [Sample(prompt="efg")]}
+    for rollout_id in (-1, 3):  # a set can be used again
+        async with use_context(context):
+            metrics = await evaluate(context, sets, rollout_id)
+        assert metrics["eval/one/samples"] == 8 and metrics["eval/two/samples"] == 4
+        assert metrics["eval/one/accuracy"] == metrics["eval/two/reward"] == 0.5
+        assert metrics["eval/one/truncated"] == 0 and metrics["eval/two/truncated"] == 1
+        assert metrics["eval/two/response_length"] == 2
+        assert metrics["eval/one/mean_turns"] == 1 and metrics["eval/one/tool_call_rate"] == 0
+        assert len((tmp_path / "eval" / f"one_{rollout_id:06d}.jsonl").read_text().splitlines()) == 8
+    assert sets["one"][0].tokens == []
+
+
+async def test_an_evaluation_that_could_not_score_anything_is_an_error(tmp_path):
+    context = scripted_context(make_config(tmp_path), lambda *_: EngineError("gone"))
+    with pytest.raises(RolloutError, match="none of 1 samples .* engine: gone"):
+        async with use_context(context):
+            await evaluate(context, {"set": [Sample(prompt="a")]})

@@ -1,0 +1,90 @@
+"""The synchronous facade: errors reach the caller, resources end, the position in the data is kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rollout_hooks import CharTokenizer
+
+from slime_retool.config import Config
+from slime_retool.errors import ConfigError
+from slime_retool.rollout.manager import RolloutManager
+
+
+def make_config(tmp_path: Path, rollout: str = "rollout_with_resource", **values: object) -> Config:
+    rows = "".join(json.dumps({"prompt": f"row {i}", "label": "x"}) + "\n" for i in range(6))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    return Config(
+        **{
+            "device": "cpu",
+            "output_dir": str(tmp_path),
+            "prompt_data": str(tmp_path / "rows.jsonl"),
+            "rollout_function_path": f"rollout_hooks.{rollout}",
+            "rollout_batch_size": 1,
+            **values,
+        }
+    )
+
+
+def life(tmp_path: Path) -> list[str]:
+    path = tmp_path / "life"
+    return path.read_text().split() if path.exists() else []
+
+
+def test_rollouts_share_resources_which_end_with_the_manager(tmp_path):
+    with RolloutManager(make_config(tmp_path), tokenizer=CharTokenizer()) as manager:
+        assert manager.generate(0).metrics["rollout/id"] == 0
+        assert manager.generate(1).metrics["rollout/id"] == 1
+        assert life(tmp_path) == ["open"]
+    assert life(tmp_path) == ["open", "closed"]
+    manager.close()  # again does nothing
+    assert life(tmp_path) == ["open", "closed"]
+
+
+def test_the_position_in_the_data_is_saved_and_restored(tmp_path):
+    config = make_config(tmp_path)
+    with RolloutManager(config, tokenizer=CharTokenizer()) as first:
+        first.generate(0)
+        first.generate(1)
+        state = json.loads(json.dumps(first.state_dict()))
+        expected = first.data.next_groups(1)[0][0].prompt
+    with RolloutManager(config, tokenizer=CharTokenizer()) as second:
+        second.load_state_dict(state)
+        assert second.data.next_groups(1)[0][0].prompt == expected == "row 2"
+
+
+def test_an_error_of_the_rollout_function_is_raised_to_the_caller(tmp_path):
+    with RolloutManager(make_config(tmp_path, "rollout_that_fails"), tokenizer=CharTokenizer()) as manager:
+        with pytest.raises(KeyError, match="a mistake of the user"):
+            manager.generate(0)
+
+
+@pytest.mark.timeout(60)
+def test_closing_ends_a_rollout_that_is_still_running(tmp_path):
+    manager = RolloutManager(make_config(tmp_path, "rollout_that_never_ends"), tokenizer=CharTokenizer())
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            manager.generate(0)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while life(tmp_path) != ["open"]:
+        time.sleep(0.01)
+    manager.close()
+    thread.join()
+    assert len(ended) == 1 and life(tmp_path) == ["open", "closed"]
+
+
+@pytest.mark.parametrize("flag", ["custom_generate_function_path", "custom_rm_path", "rollout_function_path"])
+def test_a_hook_that_does_not_exist_is_refused_before_anything_starts(flag: str, tmp_path):
+    config = make_config(tmp_path, **{flag: "rollout_hooks.nothing"})
+    with pytest.raises(ConfigError, match="--" + flag.replace("_", "-")):
+        RolloutManager(config, tokenizer=CharTokenizer())

@@ -1,0 +1,339 @@
+"""The sandbox runs what a model writes with plain semantics, within limits, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from slime_retool.errors import ConfigError, ToolUnavailable
+from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, process_jail, run_sync
+from slime_retool.sandbox.runner import HeadTail
+
+T = TypeVar("T")
+POLICY = SandboxPolicy(memory_mb=1024, concurrency=2)
+
+
+def run(code: str, **options: object) -> Result:
+    return run_sync(code, POLICY, **options)
+
+
+def in_box(use: Callable[[Sandbox], Awaitable[T]], policy: SandboxPolicy = POLICY) -> T:
+    async def main() -> T:
+        async with Sandbox(policy) as box:
+            return await use(box)
+
+    return asyncio.run(main())
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Poll for up to 20 seconds."""
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def running(marker: str) -> list[int]:
+    """Processes whose command line or working directory contains `marker`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace") + os.readlink(entry / "cwd")
+            except OSError:
+                continue
+            if marker in words:
+                found.append(int(entry.name))
+    return found
+
+
+HARMLESS = {
+    "print": ("print(1 + 1)", "2\n", None),
+    "echo": ("x = 3\nx ** 2", "", "9"),
+    "assignment is not echoed": ("x = 5", "", None),
+    "None is not echoed": ("print('a')", "a\n", None),
+    "loop is not echoed": ("for i in range(2):\n    print(i)", "0\n1\n", None),
+    "indented end": ("if True:\n    y = 1\n    print(y)", "1\n", None),
+    "future import": ("from __future__ import annotations\nprint('ok')", "ok\n", None),
+    "multi-line string": ('s = """a\n  b"""\nprint(repr(s))', "'a\\n  b'\n", None),
+    "main": ("print(__name__)\nif __name__ == '__main__': print('yes')", "__main__\nyes\n", None),
+    "dataclass": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\nprint(P(1))", "P(x=1)\n", None
+    ),
+    "recursion": ("import sys\nsys.setrecursionlimit(5000)\nf = lambda n: n and 1 + f(n - 1)\nf(3000)", "", "3000"),
+    "scratch file": ("open('a', 'w').write('1 2')\nprint(open('a').read())", "1 2\n", None),
+    "own module": ("open('m.py', 'w').write('v = 4')\nimport m\nm.v", "", "4"),
+    "isinstance and eval": ("print(isinstance(eval('3*4'), int), type('').__name__)", "True str\n", None),
+    "thread": ("import threading\nthreading.Thread(target=print, args=('t',)).start()", "t\n", None),
+    "exit": ("print('before')\nexit()\nprint('after')", "before\n", None),
+    "unicode": ("print('∑ 中文 😀')", "∑ 中文 😀\n", None),
+    "surrogate": ("print('a\\ud800')", "a\\ud800\n", None),
+    "no final newline": ("import sys\nsys.stdout.write('x')\nNone", "x", None),
+    "empty": ("", "", None),
+}
+
+
+def test_harmless_code_runs_with_plain_semantics() -> None:
+    async def use(box: Sandbox) -> list[Result]:
+        return list(await asyncio.gather(*(box.run(code) for code, _, _ in HARMLESS.values())))
+
+    for (name, (_, stdout, echoed)), result in zip(HARMLESS.items(), in_box(use), strict=True):
+        assert (name, result.status, result.stdout, result.result) == (name, Status.OK, stdout, echoed)
+
+
+def test_sympy_and_numpy_can_be_imported() -> None:
+    code = "import numpy as np\nfrom sympy import *\nx = Symbol('x')\nprint(np.arange(4).sum(), factor(x**2 - 1))"
+    assert run(code, timeout=60).stdout == "6 (x - 1)*(x + 1)\n"
+
+
+def test_a_traceback_names_the_codes_own_lines_only() -> None:
+    result = run("import json\ndef f():\n    return json.loads('{')\nprint('step 1')\nf()")
+    assert (result.status, result.stdout) == (Status.ERROR, "step 1\n")
+    assert result.error.splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "<string>", line 5, in <module>',
+        "    f()",
+        '  File "<string>", line 3, in f',
+        "    return json.loads('{')",
+        "json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("for i in range(3)\n    print(i)", "SyntaxError"),
+        ("x = input()", "input() is not available"),
+        ("import sys\nsys.exit('bye')", "SystemExit: bye"),
+        ("import os\nos._exit(7)", "exit code 7"),
+        ("x = 'a\ud83d'", "surrogates not allowed"),
+        ("def f(): f()\nf()", "RecursionError"),
+        ("class E(Exception):\n    def __str__(self): raise ValueError\nraise E", "E"),
+    ],
+)
+def test_failing_code_says_why(code: str, error: str) -> None:
+    result = run(code)
+    assert result.status is Status.ERROR and error in result.error and len(result.error) < 4100
+
+
+def test_a_crash_is_reported_with_its_signal() -> None:
+    result = run("print('before', flush=True)\nimport ctypes\nctypes.string_at(0)")
+    assert (result.status, result.stdout) == (Status.KILLED, "before\n") and "SIGSEGV" in result.error
+
+
+@pytest.mark.parametrize("code", ["x = 'a' * 10**12", "import numpy\nnumpy.ones((40000, 40000))"])
+def test_memory_is_limited(code: str) -> None:
+    result = run(code, timeout=60)
+    assert result.status is Status.MEMORY and "1024 MB" in result.error
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time\nwhile True:\n    try:\n        while True: time.sleep(1)\n    except BaseException: pass",
+        "import signal\nfor s in (2, 10, 14, 15, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+        "x = 10 ** 10 ** 8",
+        "class A:\n    def __repr__(self):\n        while True: pass\nA()",
+    ],
+)
+def test_endless_code_is_stopped(code: str) -> None:
+    result = run("print('partial')\n" + code, timeout=0.5)
+    assert (result.status, result.stdout) == (Status.TIMEOUT, "partial\n")
+    assert result.wall_s >= 0.5 and "longer than 0.5 s" in result.error
+
+
+def test_output_is_bounded_to_head_and_tail() -> None:
+    result = run("print('HEAD')\nfor i in range(1000): print('x' * 9999)\nprint('TAIL')", timeout=30)
+    assert result.status is Status.OK and result.truncated
+    assert result.stdout.startswith("HEAD\n") and result.stdout.endswith("TAIL\n")
+    assert len(result.stdout) < POLICY.max_output_bytes + 100
+
+
+def test_head_and_tail_are_exact_at_any_chunking() -> None:
+    data = bytes(range(256)) * 4
+    for limit in (2, 100, 1023, 1024, 2000):
+        for chunk in (1, 7, 500, 2000):
+            stream = HeadTail(limit)
+            for start in range(0, len(data), chunk):
+                stream.add(data[start : start + chunk])
+            half = limit // 2
+            kept = data if 2 * half >= len(data) else data[:half] + data[-half:]
+            assert bytes(stream.head + stream.tail[-half:]) == kept
+            assert stream.omitted == len(data) - len(kept)
+
+
+def test_no_variable_of_ours_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "canary")
+    monkeypatch.setenv("PYTHONPATH", "/canary")
+    result = run("import os, sys\nprint(dict(os.environ), sys.path, os.getcwd())")
+    assert "canary" not in result.stdout and "slime-retool-sandbox" in result.stdout
+
+
+def test_code_cannot_break_later_calls_or_its_own_report() -> None:
+    patch = "import builtins, json, os, sys, traceback\nos.write = json.dumps = traceback.TracebackException = None\n"
+    forge = "for fd in range(3, 20):\n    try: os.write(fd, b'{\"status\": \"memory\"}' * 99)\n    except OSError: pass\n"
+    close = "import os\nos.closerange(0, 100)"
+
+    async def use(box: Sandbox) -> list[Result]:
+        return [await box.run(code) for code in (patch + "print(1)", "import os\n" + forge + "print(2)", close, "3")]
+
+    patched, forged, _, last = in_box(use)
+    assert (patched.status, patched.stdout) == (Status.OK, "1\n")
+    assert (forged.status, forged.stdout) == (Status.OK, "2\n")
+    assert last.result == "3"
+
+
+def test_no_descendant_outlives_a_call() -> None:
+    # A child in the same session, and one that left it and lost its parent.
+    code = (
+        "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\n"
+        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n    os._exit(0)\n"
+        "print(os.getcwd())\n"
+    )
+    for end, status in (("", Status.OK), ("while True: pass", Status.TIMEOUT)):
+        result = run(code + end, timeout=1.0)
+        assert result.status is status
+        assert running(result.stdout.strip()) == []
+
+
+def test_the_scratch_folder_is_removed() -> None:
+    code = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').close()\nos.chmod('a/b', 0)\nprint(os.getcwd())"
+
+    async def use(box: Sandbox) -> Path:
+        folder = Path((await box.run(code)).stdout.strip())
+        assert folder.parent.exists() and not folder.exists()
+        return folder.parent
+
+    assert not in_box(use).exists()
+
+
+def test_a_seed_makes_random_numbers_repeatable() -> None:
+    code = "import random, numpy\nprint(random.random(), numpy.random.rand())"
+    first, second, other = (run(code, seed=seed, timeout=60).stdout for seed in (1, 1, 2))
+    assert first == second != other
+
+
+def test_waiting_for_a_turn_is_not_run_time_and_the_limit_on_calls_holds() -> None:
+    code = "import time\nprint(time.time())\ntime.sleep(0.3)\nprint(time.time())"
+
+    async def use(box: Sandbox) -> list[Result]:
+        return list(await asyncio.gather(*(box.run(code, timeout=5) for _ in range(6))))
+
+    results = in_box(use)
+    assert all(result.status is Status.OK for result in results)
+    spans = [tuple(map(float, result.stdout.split())) for result in results]
+    assert max(sum(a <= start < b for a, b in spans) for start, _ in spans) <= POLICY.concurrency
+    # The last pair waits for two pairs before it; its own time is that of one.
+    assert max(result.queue_s for result in results) > 0.5
+    assert all(result.wall_s > 0.29 for result in results)
+
+
+def test_the_event_loop_goes_on_during_calls() -> None:
+    async def use(box: Sandbox) -> int:
+        ticks = 0
+        call = asyncio.ensure_future(box.run("import time\ntime.sleep(0.5)"))
+        while not call.done():
+            await asyncio.sleep(0.005)
+            ticks += 1
+        return ticks
+
+    assert in_box(use) > 10
+
+
+def test_cancelling_a_call_ends_its_processes_and_frees_its_place() -> None:
+    async def use(box: Sandbox) -> str:
+        call = asyncio.ensure_future(box.run("import time\ntime.sleep(1000)", timeout=2000))
+        root = Path(box._jail._root)
+        while not list(root.iterdir()):
+            await asyncio.sleep(0.02)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert running(str(root)) == [] and list(root.iterdir()) == []
+        return (await box.run("print('next')")).stdout
+
+    assert in_box(use, SandboxPolicy(concurrency=1)) == "next\n"
+
+
+def test_leaving_the_block_ends_calls_still_running() -> None:
+    async def main() -> tuple[str, asyncio.Future[Result]]:
+        async with Sandbox(POLICY) as box:
+            call = asyncio.ensure_future(box.run("import time\ntime.sleep(1000)", timeout=2000))
+            root = box._jail._root
+            while not running(root):
+                await asyncio.sleep(0.02)
+        await asyncio.wait([call])
+        return root, call
+
+    root, call = asyncio.run(main())
+    assert call.cancelled() and running(root) == [] and not Path(root).exists()
+
+
+def test_many_timeouts_leave_no_zombie_and_no_descriptor() -> None:
+    async def use(box: Sandbox) -> tuple[int, int]:
+        await box.run("1")
+        before = len(os.listdir("/proc/self/fd"))
+        await asyncio.gather(*(box.run("while True: pass", timeout=0.05) for _ in range(12)))
+        await asyncio.sleep(0)
+        return before, len(os.listdir("/proc/self/fd"))
+
+    before, after = in_box(use)
+    assert after <= before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_sigkill_of_the_owner_ends_everything() -> None:
+    owner_code = (
+        "import asyncio, sys\nfrom slime_retool.sandbox import Sandbox\n"
+        "async def main():\n"
+        "    async with Sandbox() as box:\n"
+        "        print(box._jail._root, flush=True)\n"
+        "        await box.run('import os, time\\nos.fork()\\ntime.sleep(1000)', timeout=2000)\n"
+        "asyncio.run(main())\n"
+    )
+    root = Path(__file__).parents[1]
+    owner = subprocess.Popen([sys.executable, "-c", owner_code], stdout=subprocess.PIPE, text=True, cwd=root)
+    try:
+        folder = owner.stdout.readline().strip()
+        # The supervisor, the code and its child work in the call's folder.
+        assert wait_until(lambda: len(running(folder)) >= 3)
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        owner.stdout.close()
+    assert wait_until(lambda: running(folder) == [])
+    assert wait_until(lambda: not Path(folder).exists())
+
+
+def test_an_interpreter_that_does_not_start_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_jail.sys, "executable", "/does/not/exist")
+    missing = run("print(1)")
+    assert missing.status is Status.UNAVAILABLE and "/does/not/exist" in missing.error
+    monkeypatch.setattr(process_jail.sys, "executable", "/bin/false")
+    assert run("print(1)").status is Status.UNAVAILABLE
+
+
+def test_a_machine_without_room_for_the_sandbox_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/does/not/exist")
+    with pytest.raises(SandboxUnavailable, match="TMPDIR") as caught:
+        run("print(1)")
+    assert isinstance(caught.value, ToolUnavailable)
+
+
+def test_a_policy_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="isolation must be one of process, got 'vm'"):
+        SandboxPolicy(isolation="vm")
+    with pytest.raises(ConfigError, match="memory_mb must be above 0, got 0"):
+        SandboxPolicy(memory_mb=0)

@@ -1,0 +1,108 @@
+"""A byte-level tokenizer with a Qwen-like chat template, and an engine that follows a script."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from slime_retool.rollout.context import Completion
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = """
+{%- if tools -%}
+<|im_start|>system
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if loop.first or loop.previtem.role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}
+{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' -%}{{ '<|im_end|>\n' }}{%- endif -%}
+{%- else -%}
+{%- set content = message.content.split('</think>')[-1] if not loop.last else message.content -%}
+{{ '<|im_start|>' + message.role + '\n' + content }}
+{%- for call in message.tool_calls or [] -%}
+{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}
+{{- '}\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "code_interpreter",
+            "description": "Run Python.",
+            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        },
+    }
+]
+
+
+@functools.cache
+def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """Bytes, one merge ("ab", so that encoding is not the inverse of decoding), and Qwen's special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*alphabet, "ab"])}
+    model = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(SPECIAL),
+        chat_template=template,
+    )
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def call_text(code: str) -> str:
+    import json
+
+    return '<tool_call>\n{"name": "code_interpreter", "arguments": ' + json.dumps({"code": code}) + "}\n</tool_call>"
+
+
+@dataclass
+class ScriptedEngine:
+    """Replies with the given turns (text or ids, and a finish reason); the last one is repeated for ever.
+
+    Like a real engine it stops at `max_new_tokens` with finish reason "length".
+    """
+
+    turns: list[tuple[str | list[int], str]]
+    requests: list[list[int]] = field(default_factory=list)
+    replies: list[Completion] = field(default_factory=list)
+    params: list[dict[str, Any]] = field(default_factory=list)
+    sessions: list[str | None] = field(default_factory=list)
+
+    async def generate(
+        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
+    ) -> Completion:
+        turn, reason = self.turns[min(len(self.requests), len(self.turns) - 1)]
+        ids = encode(turn) if isinstance(turn, str) else list(turn)
+        if reason == "stop" and isinstance(turn, str):
+            ids += encode("<|im_end|>")
+        if len(ids) > sampling_params["max_new_tokens"]:
+            ids, reason = ids[: sampling_params["max_new_tokens"]], "length"
+        number = len(self.requests)
+        log_probs = [-(number + 1) - index / 1000 for index in range(len(ids))]
+        completion = Completion(ids, log_probs, reason, 7, len(input_ids), 0)
+        self.requests.append(input_ids)
+        self.replies.append(completion)
+        self.params.append(sampling_params)
+        self.sessions.append(session)
+        return completion
