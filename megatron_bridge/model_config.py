@@ -7,6 +7,7 @@ compares every one of them with a checkpoint's `config.json`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_bridge.flags import flag
@@ -96,12 +97,20 @@ def check_model(model: ModelArgs) -> None:
         raise ValueError(f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads}")
 
 
+def nearest_divisor(total: int, wanted: int) -> int:
+    """The divisor of `total` closest to `wanted` (the larger of two equally close)."""
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), -d))
+
+
 def check_tensor_parallel(model: ModelArgs, tp: int) -> None:
-    """Refuse (ValueError) a tensor-parallel size that does not divide the key/value heads and the MLP."""
+    """Refuse (ValueError, naming the nearest size) what does not divide the key/value heads and the MLP."""
     divided = {"key/value heads": query_groups(model), "ffn hidden size": required(model, "ffn_hidden_size")}
     for name, value in divided.items():
         if value % tp:
-            raise ValueError(f"--tensor-model-parallel-size {tp} must divide the model's {name} ({value})")
+            nearest = nearest_divisor(math.gcd(*divided.values()), tp)
+            raise ValueError(
+                f"--tensor-model-parallel-size {tp} must divide the model's {name} ({value}); use {nearest}"
+            )
 
 
 def check_pipeline(

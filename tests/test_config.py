@@ -102,8 +102,8 @@ def test_group_titles_come_from_the_docstrings():
 
 BAD = {
     "world that TP x PP does not divide": ({"--actor-num-gpus-per-node": "3", "--tensor-model-parallel-size": "2"}, "2 x 1 = 2 does not divide"),
-    "heads that TP does not divide": ({"--actor-num-gpus-per-node": "8", "--tensor-model-parallel-size": "8"}, "--num-attention-heads 4"),
-    "groups that TP does not divide": ({"--actor-num-gpus-per-node": "4", "--tensor-model-parallel-size": "4"}, "2"),
+    "heads that TP does not divide": ({"--actor-num-gpus-per-node": "8", "--tensor-model-parallel-size": "8"}, "key/value heads (2); use 2"),
+    "groups that TP does not divide": ({"--actor-num-gpus-per-node": "4", "--tensor-model-parallel-size": "4"}, "key/value heads (2); use 2"),
     "layers that PP cannot spread": ({"--actor-num-gpus-per-node": "3", "--pipeline-model-parallel-size": "3"}, "--decoder-last-pipeline-num-layers"),
     "more stages than layers": ({"--actor-num-gpus-per-node": "8", "--pipeline-model-parallel-size": "8"}, "use at most 4"),
     "a batch that does not divide": ({"--global-batch-size": "5"}, "multiple of --global-batch-size 5"),

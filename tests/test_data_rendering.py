@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime_retool.data.rendering import load_tokenizer, render_prompt, tokenize_conversation
 from slime_retool.errors import ConfigError, DataError
-from slime_retool.rollout.rendering import load_tokenizer, render_prompt, tokenize_conversation
 
 # Earlier reasoning is dropped, the last turn always opens a think block, tool replies in a row share a user turn.
 TEMPLATE = r"""

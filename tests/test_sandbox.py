@@ -182,7 +182,8 @@ def test_no_variable_of_ours_is_visible(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_code_cannot_break_later_calls_or_its_own_report() -> None:
     patch = "import builtins, json, os, sys, traceback\nos.write = json.dumps = traceback.TracebackException = None\n"
-    forge = "for fd in range(3, 20):\n    try: os.write(fd, b'{\"status\": \"memory\"}' * 99)\n    except OSError: pass\n"
+    junk = "b'{\"status\": \"memory\"}' * 99"
+    forge = f"for fd in range(3, 20):\n    try: os.write(fd, {junk})\n    except OSError: pass\n"
     close = "import os\nos.closerange(0, 100)"
 
     async def use(box: Sandbox) -> list[Result]:

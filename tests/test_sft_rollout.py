@@ -9,10 +9,10 @@ from test_data_rendering import TOOLS, assistant, byte_tokenizer, tool, user
 
 from slime_retool.config import parse_config
 from slime_retool.data.readers import write_rows
+from slime_retool.data.rendering import tokenize_conversation
 from slime_retool.data.source import PromptDataSource
 from slime_retool.errors import DataError
 from slime_retool.rollout.context import RolloutContext
-from slime_retool.rollout.rendering import tokenize_conversation
 from slime_retool.rollout.sft_rollout import generate_rollout
 
 SHORT = [user("q"), assistant("", "print(1)"), tool("1"), assistant("one")]

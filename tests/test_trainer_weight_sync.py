@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -60,21 +59,29 @@ def _generate(url: str, ids: list[int]) -> tuple[list[float], list[int]]:
     return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], answer["output_ids"]
 
 
+def _both_layouts(rank: int, world_size: int, url: str, root: str) -> list[dict[str, Any]]:
+    """TP2 with sequence parallelism, then PP2, into the same engine one after the other."""
+    layouts = [{"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}]
+    return [_work(rank, world_size, layout, url, 10 * number, root) for number, layout in enumerate(layouts)]
+
+
 def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: int, root: str) -> dict[str, Any]:
-    """Two updates with a train step between them; log-probs and checksums on both sides each time."""
+    """Three updates with train steps between them, the last through files; both sides' log-probs and checksums."""
     from slime_retool.engine.admin import EngineAdmin
     from slime_retool.errors import WeightUpdateError
     from slime_retool.trainer.weight_sync import WeightSync
     from slime_retool.types import TrainSample
 
     config = tiny_config(
-        **MODEL, **layout, seed=first, lr=1e-2, max_tokens_per_gpu=64, distributed_timeout_minutes=TIMEOUT_MINUTES
-    )
+        **MODEL, **layout, seed=first, lr=1e-2, max_tokens_per_gpu=64, output_dir=root,
+        distributed_timeout_minutes=TIMEOUT_MINUTES,
+    )  # fmt: skip
     trainer = make_trainer(rank, world_size, config)
     sync = WeightSync(trainer, [url], bucket_bytes=20_000, weight_version=first)
     probe = TrainSample(PROMPT, [0] + [1] * (len(PROMPT) - 1))
     out: dict[str, Any] = {"rounds": []}
-    for step in range(2):
+    for step in range(3):
+        sync.through_files = step == 2  # what --colocate does on GPUs
         version = sync.update()
         mine = sync.weight_checksums()
         log_probs = trainer.log_probs([probe])[0][1:]
@@ -89,6 +96,7 @@ def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: i
             )  # fmt: skip
         trainer.train(RolloutBatch(random_samples(seed=step)), step)
     sync.close()
+    sync.through_files = False
     sync.set_engines(["http://127.0.0.1:9"])
     try:
         sync.update()
@@ -104,30 +112,26 @@ def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: i
 def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root: Path = tmp_path_factory.mktemp("engine")
     config = engine_config(make_tiny_checkpoint(root / "hf"), root / "out")
-    with EngineProcess(dataclasses.replace(config)) as engine:
+    with EngineProcess(config) as engine:
         yield engine.url
 
 
 @pytest.fixture(scope="module")
 def results(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """TP2 with sequence parallelism, then PP2, into the same engine one after the other."""
-    root = str(tmp_path_factory.mktemp("sync"))
-    layouts = [{"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}]
-    out = []
-    for number, layout in enumerate(layouts):
-        out += run_distributed(_work, 2, layout, engine_url, 10 * number, root)
-    return out
+    """[TP2 rank 0, PP2 rank 0, TP2 rank 1, PP2 rank 1]."""
+    return sum(run_distributed(_both_layouts, 2, engine_url, str(tmp_path_factory.mktemp("sync"))), [])
 
 
 def test_engine_weights_equal_the_trainers_by_checksum(results: list[dict[str, Any]]) -> None:
-    for result in (results[0], results[2]):
+    for result in results[:2]:
         for r in result["rounds"]:
             assert r["mine"] == r["theirs"] and len(r["mine"]) == 24
-        assert result["rounds"][0]["mine"] != result["rounds"][1]["mine"]
+        sums = [tuple(r["mine"].values()) for r in result["rounds"]]
+        assert len(set(sums)) == 3
 
 
 def test_engine_and_trainer_log_probs_agree_after_each_update(results: list[dict[str, Any]]) -> None:
-    for result in (results[0], results[2]):
+    for result in results[:2]:
         for r in result["rounds"]:
             mine, theirs = r["log_probs"]
             assert theirs == pytest.approx(mine, abs=1e-4)
@@ -135,11 +139,11 @@ def test_engine_and_trainer_log_probs_agree_after_each_update(results: list[dict
 
 
 def test_weight_version_counts_up_and_reaches_the_engine(results: list[dict[str, Any]]) -> None:
-    assert [(r["version"], r["reported"]) for r in results[0]["rounds"]] == [(1, "1"), (2, "2")]
-    assert [(r["version"], r["reported"]) for r in results[2]["rounds"]] == [(11, "11"), (12, "12")]
+    assert [(r["version"], r["reported"]) for r in results[0]["rounds"]] == [(n, str(n)) for n in (1, 2, 3)]
+    assert [(r["version"], r["reported"]) for r in results[1]["rounds"]] == [(n, str(n)) for n in (11, 12, 13)]
 
 
 def test_a_dead_engine_is_an_error_on_every_rank(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert "http://127.0.0.1:9" in result["dead engine"] and "failed" in result["dead engine"]
-    assert results[0]["version after failure"] == 2
+    assert results[0]["version after failure"] == 3

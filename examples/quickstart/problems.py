@@ -1,9 +1,8 @@
 """Integer problems that one line of Python solves: the quickstart's training and evaluation material.
 
 Eight kinds of question, each with two phrasings. A kind is named in `KINDS` with the way its numbers are
-drawn and the `print(...)` line that answers it. Operands have two digits and answers at most three, and all
-kinds are laid out alike (phrase, number, word, number ...), so that what a model learns about copying numbers
-from one kind serves the others. Answers are computed here, from our own numbers; no text is evaluated.
+drawn and the `print(...)` line that answers it. Two operands of two digits, answers of at most three, and all kinds
+laid out alike (phrase, number, word, number): what a model learns about copying from one kind serves the others. Answers are computed here, from our own numbers; no text is evaluated.
 
 Splits: a question belongs to exactly one of "eval", "sft" and "rl". Which one depends on its text alone
 (`split_of`), so the splits are disjoint whatever seeds and sizes they are drawn with.
@@ -33,14 +32,14 @@ class Problem:
 class Kind:
     """How to draw a family of problems: numbers, two phrasings, code and the answer."""
 
-    draw: Callable[[random.Random], tuple[int, ...]]
+    draw: Callable[[random.Random], tuple[int, int]]
     phrasings: tuple[str, str]
     code: str  # formatted with the drawn numbers, as the phrasings are
-    solve: Callable[..., int]
+    solve: Callable[[int, int], int]
 
 
-def _numbers(count: int) -> Callable[[random.Random], tuple[int, ...]]:
-    return lambda rng: tuple(rng.randint(11, 99) for _ in range(count))
+def _two_digit_pair(rng: random.Random) -> tuple[int, int]:
+    return rng.randint(11, 99), rng.randint(11, 99)
 
 
 def _large_and_small(rng: random.Random) -> tuple[int, int]:
@@ -49,10 +48,10 @@ def _large_and_small(rng: random.Random) -> tuple[int, int]:
 
 KINDS: dict[str, Kind] = {
     "sum": Kind(
-        _numbers(3),
-        ("What is {0} plus {1} plus {2}?", "Add up {0}, {1} and {2}."),
-        "print({0}+{1}+{2})",
-        lambda a, b, c: a + b + c,
+        _two_digit_pair,
+        ("What is {0} plus {1}?", "Add {0} to {1}."),
+        "print({0}+{1})",
+        lambda a, b: a + b,
     ),
     "difference": Kind(
         _large_and_small,
@@ -67,34 +66,31 @@ KINDS: dict[str, Kind] = {
         lambda a, b: a % b,
     ),
     "digit_sum": Kind(
-        _numbers(2),
+        _two_digit_pair,
         ("What is the digit sum of {0} times {1}?", "Add up the digits of {0} times {1}."),
         "print(sum(map(int,str({0}*{1}))))",
         lambda a, b: sum(int(digit) for digit in str(a * b)),
     ),
-    "product_mod": Kind(
-        _numbers(3),
-        ("What is {0} times {1}, modulo {2}?", "Find {0} times {1} mod {2}."),
-        "print({0}*{1}%{2})",
-        lambda a, b, n: a * b % n,
+    "power_digits": Kind(
+        _two_digit_pair,
+        ("What is the digit sum of {0} to the power {1}?", "Add up the digits of {0} to the power {1}."),
+        "print(sum(map(int,str({0}**{1}))))",
+        lambda a, b: sum(int(digit) for digit in str(a**b)),
+    ),
+    "and": Kind(
+        _two_digit_pair,
+        ("What is the bitwise and of {0} and {1}?", "Combine the bits of {0} and {1} by and."),
+        "print({0}&{1})",
+        lambda a, b: a & b,
     ),
     "or": Kind(
-        _numbers(2),
+        _two_digit_pair,
         ("What is the bitwise or of {0} and {1}?", "Combine the bits of {0} and {1} by or."),
         "print({0}|{1})",
         lambda a, b: a | b,
     ),
-    "product_quotient": Kind(
-        _numbers(3),
-        (
-            "What is {0} times {1}, divided by {2} and rounded down?",
-            "Multiply {0} by {1}, divide by {2} and drop the fraction.",
-        ),
-        "print({0}*{1}//{2})",
-        lambda a, b, c: a * b // c,
-    ),
     "xor": Kind(
-        _numbers(2),
+        _two_digit_pair,
         ("What is the bitwise xor of {0} and {1}?", "Combine the bits of {0} and {1} by xor."),
         "print({0}^{1})",
         lambda a, b: a ^ b,

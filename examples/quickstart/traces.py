@@ -29,7 +29,7 @@ import pandas as pd
 from problems import Problem, generate_problems
 
 TOOL_KINDS = ("sum", "difference", "remainder", "digit_sum")
-THIN_KINDS = ("product_mod", "product_quotient", "or", "xor")
+THIN_KINDS = ("power_digits", "and", "or", "xor")
 # One pass over the SFT kinds: each tool kind twice for every thin kind once.
 SFT_KINDS = TOOL_KINDS * 2 + THIN_KINDS
 THIN_TOOL_SHARE = 0.25

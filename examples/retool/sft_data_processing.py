@@ -26,26 +26,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tool_sandbox import SCHEMA
+
 from slime_retool.data.math_prompts import with_instruction
 from slime_retool.data.messages import parse_messages
 from slime_retool.data.readers import Row, read_rows, write_rows
 from slime_retool.errors import ConfigError, DataError, SlimeRetoolError
 from slime_retool.types import Message
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "code_interpreter",
-            "description": "A tool for executing Python code. It returns what the code prints.",
-            "parameters": {
-                "type": "object",
-                "properties": {"code": {"type": "string", "description": "The code to execute."}},
-                "required": ["code"],
-            },
-        },
-    }
-]
+TOOLS = [SCHEMA]
 
 QUESTION_MARKER = "*user question:*"
 # The code's own text may hold a closing tag: with a fence, the block ends where fence and tag close together.

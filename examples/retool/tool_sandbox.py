@@ -20,6 +20,11 @@ PARAMETERS = {
     "properties": {"code": {"type": "string", "description": "The Python code to run."}},
     "required": ["code"],
 }
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "code_interpreter", "description": DESCRIPTION, "parameters": PARAMETERS},
+}
+"""What the model is shown, in SFT (`sft_data_processing.py`) as in RL."""
 NOTHING_PRINTED = "(no output: print what you want to see)"
 
 

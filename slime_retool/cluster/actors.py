@@ -12,6 +12,11 @@ from slime_retool.engine.process import ServerError
 from slime_retool.types import RolloutBatch
 
 
+def _address(config: Config) -> str:
+    """Where other processes of the run reach this one: never beyond the host when the run has only one."""
+    return ray.util.get_node_ip_address() if config.actor_num_nodes > 1 else "127.0.0.1"
+
+
 @ray.remote(num_cpus=0)
 class TrainerActor:
     """One rank of the trainer."""
@@ -19,10 +24,11 @@ class TrainerActor:
     def __init__(self, config: Config, rank: int) -> None:
         self._config, self._rank = config, rank
         self._trainer: Any = None
+        self._sync: Any = None
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and port at which rank 0 waits for the others."""
-        host = ray.util.get_node_ip_address() if self._config.actor_num_nodes > 1 else "127.0.0.1"
+        host = _address(self._config)
         return host, free_port(host)
 
     def start(self, master_addr: str, master_port: int) -> tuple[int, dict[str, Any]]:
@@ -44,18 +50,24 @@ class TrainerActor:
         return self._trainer.train(batch, rollout_id)
 
     def connect_engines(self, urls: list[str]) -> None:
-        self._trainer.connect_engines(urls)
+        from slime_retool.trainer.weight_sync import WeightSync
+
+        workers = self._config.rollout_num_gpus_per_engine if self._config.on_cuda else 1
+        self._sync = WeightSync(self._trainer, urls, host=_address(self._config), gpus_per_engine=workers)
 
     def update_weights(self) -> int:
-        return self._trainer.update_weights()
+        return self._sync.update()
 
     def weight_checksums(self) -> dict[str, str]:
-        return self._trainer.weight_checksums()
+        return self._sync.weight_checksums()
 
     def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
         self._trainer.save(rollout_id, extra)
 
     def shutdown(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
         if self._trainer is not None:
             self._trainer.shutdown()
             self._trainer = None
@@ -73,8 +85,7 @@ class EngineActor:
         """Start the server and wait until it is healthy. Returns its URL."""
         from slime_retool.engine.server import EngineProcess
 
-        host = ray.util.get_node_ip_address() if self._config.actor_num_nodes > 1 else "127.0.0.1"
-        self._engine = EngineProcess(self._config, rank=self._rank, devices=self._gpus, host=host)
+        self._engine = EngineProcess(self._config, rank=self._rank, devices=self._gpus, host=_address(self._config))
         return self._engine.url
 
     def check(self) -> None:

@@ -125,8 +125,9 @@ class Cluster:
             _quietly("the router", self._router.stop)
             self._router = None
         if ray.is_initialized():
-            _quietly("engines", lambda: _stop([a.stop.remote() for a in self._engines]))
+            # Trainers first: they leave the weight-update group while the engines can still answer.
             _quietly("trainers", lambda: _stop([a.shutdown.remote() for a in self._trainers]))
+            _quietly("engines", lambda: _stop([a.stop.remote() for a in self._engines]))
             for actor in [*self._engines, *self._trainers]:
                 _quietly("an actor", lambda actor=actor: ray.kill(actor))
             if self._placement is not None:

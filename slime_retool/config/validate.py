@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
-from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, required
+from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, nearest_divisor, required
 from slime_retool.config.config import Config
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
@@ -68,11 +68,6 @@ def _check_model(config: Config) -> None:
         config.max_position_embeddings = hf.get("max_position_embeddings")
 
 
-def _divisors_near(total: int, wanted: int) -> int:
-    """The divisor of `total` closest to `wanted` (the larger of two equally close)."""
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), -d))
-
-
 def _check_parallel(config: Config) -> None:
     tp, pp, cp = (
         config.tensor_model_parallel_size,
@@ -95,7 +90,7 @@ def _check_parallel(config: Config) -> None:
         _require(value == 1, f"{flag} must be 1: the supported model families have no experts, got {value}")
     world = config.world_size
     if world % (tp * pp):
-        nearest = _divisors_near(world, tp * pp)
+        nearest = nearest_divisor(world, tp * pp)
         raise ConfigError(
             f"tensor x pipeline parallel size {tp} x {pp} = {tp * pp} does not divide the {world} training processes "
             f"({config.actor_num_nodes} nodes x {config.actor_num_gpus_per_node}); the nearest product that does is "
@@ -148,7 +143,7 @@ def _check_batches(config: Config) -> None:
         raise ConfigError(
             f"--rollout-batch-size {config.rollout_batch_size} x --n-samples-per-prompt {config.n_samples_per_prompt} "
             f"= {total} samples must be a multiple of --global-batch-size {step}; "
-            f"the nearest size that divides is {_divisors_near(total, max(step, 1))}"
+            f"the nearest size that divides is {nearest_divisor(total, max(step, 1))}"
         )
     size, dp = step or total, config.data_parallel_size
     if size % dp:
@@ -323,7 +318,7 @@ def _check_engines(config: Config) -> None:
     if total % per_engine:
         raise ConfigError(
             f"--rollout-num-gpus-per-engine {per_engine} does not divide the {total} GPUs used for generation; "
-            f"the nearest size that does is {_divisors_near(total, per_engine)}"
+            f"the nearest size that does is {nearest_divisor(total, per_engine)}"
         )
     fraction = config.sglang_mem_fraction_static
     _require(

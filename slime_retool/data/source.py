@@ -12,8 +12,8 @@ from typing import Any
 from slime_retool.config import Config
 from slime_retool.data.messages import parse_messages, parse_tools
 from slime_retool.data.readers import Row, parse_json, read_rows
+from slime_retool.data.rendering import render_prompt
 from slime_retool.errors import ConfigError, DataError
-from slime_retool.rollout.rendering import render_prompt
 from slime_retool.types import Message, Sample
 
 logger = logging.getLogger(__name__)

@@ -54,9 +54,7 @@ class RouterProcess:
             command += ["--request-timeout-secs", str(math.ceil(config.rollout_request_timeout) + 60)]
             command += ["--worker-startup-timeout-secs", str(int(STARTUP_TIMEOUT))]
             command += ["--worker-startup-check-interval", "1", "--shutdown-grace-period-secs", "1"]
-            self._process = SupervisedProcess(
-                command, log_path=self.log_path, environment=dict(os.environ), grace=3.0
-            )
+            self._process = SupervisedProcess(command, log_path=self.log_path, environment=dict(os.environ), grace=3.0)
             try:
                 # /readiness is 200 once a worker is registered and healthy.
                 self._process.wait_until_ready(

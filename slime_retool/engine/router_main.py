@@ -1,6 +1,6 @@
 """`sglang_router.launch_router` without its import of the whole of SGLang (0.1 s instead of 8 s).
 
-    python router_main.py --worker-urls URL... --host HOST --port PORT ...   (the launcher's own flags)
+python router_main.py --worker-urls URL... --host HOST --port PORT ...   (the launcher's own flags)
 """
 
 from __future__ import annotations

@@ -55,8 +55,6 @@ class RouterClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=timeout),
-            # Long generations read nothing for minutes; only the total counts.
-            read_bufsize=2**20,
         )
         self._stats = EngineStats()
 
@@ -131,9 +129,7 @@ def parse_completion(reply: Any) -> Completion:
         raise EngineError("the engine returned no log-probs although return_logprob was set")
     entries = entries or []
     if [entry[1] for entry in entries] != ids:
-        raise EngineError(
-            f"the engine returned {len(ids)} tokens but log-probs of {len(entries)}, or of other tokens"
-        )
+        raise EngineError(f"the engine returned {len(ids)} tokens but log-probs of {len(entries)}, or of other tokens")
     log_probs = [entry[0] for entry in entries]
     for token, value in zip(ids, log_probs, strict=True):
         if not isinstance(value, (int, float)) or not math.isfinite(value):

@@ -71,9 +71,7 @@ async def evaluate(
 def _copies(config: Config, samples: list[Sample]) -> list[Sample]:
     """Fresh samples, so that a set can be evaluated again and again."""
     n = config.n_samples_per_eval_prompt
-    return [
-        copy_sample(sample, group * n + i, group) for group, sample in enumerate(samples) for i in range(n)
-    ]
+    return [copy_sample(sample, group * n + i, group) for group, sample in enumerate(samples) for i in range(n)]
 
 
 def _file_name(name: str) -> str:

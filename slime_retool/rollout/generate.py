@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from slime_retool.config import Config
+from slime_retool.data.rendering import render_prompt
 from slime_retool.errors import RolloutError
 from slime_retool.rollout.context import current_context
-from slime_retool.rollout.rendering import render_prompt
 from slime_retool.rollout.sampling import remaining_tokens
 from slime_retool.types import Sample, SampleStatus
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from slime_retool.config import Config
+from slime_retool.data.rendering import load_tokenizer
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
@@ -19,7 +20,6 @@ from slime_retool.rollout import evaluate as evaluation
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.engine_client import EngineStats, RouterClient
 from slime_retool.rollout.hooks import Hooks, cancel
-from slime_retool.rollout.rendering import load_tokenizer
 from slime_retool.types import RolloutBatch
 
 logger = logging.getLogger(__name__)

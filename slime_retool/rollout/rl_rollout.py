@@ -114,6 +114,7 @@ class _Sampling:
         if config.dynamic_sampling_filter_path is not None:
             self._filter = load_function(config.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
         running: set[asyncio.Task[Group]] = set()
+        done: set[asyncio.Task[Group]] = set()
         bar = tqdm(
             total=self._target,
             desc=f"rollout {self.rollout_id}",
@@ -131,7 +132,7 @@ class _Sampling:
             self.num_cancelled = len(running)
         finally:
             bar.close()
-            await cancel(list(running))
+            await cancel([*running, *done])
 
     def _wanted(self) -> int:
         """Groups that should run now: what is missing, times the over-sampling."""

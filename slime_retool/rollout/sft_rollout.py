@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from slime_retool.data.rendering import tokenize_conversation
 from slime_retool.errors import DataError
 from slime_retool.rollout.context import DataSource, RolloutContext
-from slime_retool.rollout.rendering import tokenize_conversation
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 logger = logging.getLogger(__name__)

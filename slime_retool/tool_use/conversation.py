@@ -1,11 +1,12 @@
-"""Turns a conversation into token ids, piece by piece, without ever encoding model output again.
+r"""Turns a conversation into token ids, piece by piece, without ever encoding model output again.
 
     prompt ids          the whole prompt through the chat template, once
     turn ids            as the engine returned them
     observation ids     what the template writes between the end of one assistant turn and the next
 
-    <|im_start|>assistant\\n<tool_call>...</tool_call><|im_end|>  \\n<|im_start|>user\\n<tool_response>...<|im_start|>assistant\\n
-    '-- prompt --------'  '-- turn, from the engine -----------'  '-- observation ----------------------------------'
+    <|im_start|>assistant\n                                                     end of the prompt
+    <tool_call>...</tool_call><|im_end|>                                        turn
+    \n<|im_start|>user\n<tool_response>...<|im_end|>\n<|im_start|>assistant\n     observation
 
 Observation ids are cut out of a dummy conversation, rendered by the template itself: the suffix after the
 assistant turn's end token. So templates that change earlier turns (dropping their reasoning) work as well.

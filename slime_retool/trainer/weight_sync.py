@@ -19,6 +19,7 @@ import json
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,7 +99,7 @@ class WeightSync:
         The old group is forgotten, not left together: a dead engine could not take part in that.
         """
         self._engines = [EngineAdmin(url, timeout=self.timeout) for url in engine_urls]
-        self._forget_group()
+        self._forget_group(abort=True)
 
     def update(self) -> int:
         """Send all weights to all engines; returns the new weight version. Collective.
@@ -117,7 +118,7 @@ class WeightSync:
             pass
         dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
-            self._forget_group()
+            self._forget_group(abort=True)
             raise WeightUpdateError(f"weight update {version} failed: {problem[0]}")
         self.weight_version = version
         return version
@@ -195,9 +196,21 @@ class WeightSync:
             )
 
         def trainer_joins(futures: list[Future[None]]) -> None:
-            self._group = _process_group(
-                backend, f"tcp://{_bracketed(self.host)}:{port}", world_size, self.group_name, self.timeout
-            )
+            made: Future[dist.ProcessGroup] = Future()
+
+            def make() -> None:
+                try:
+                    address = f"tcp://{_bracketed(self.host)}:{port}"
+                    made.set_result(_process_group(backend, address, world_size, self.group_name, self.timeout))
+                except Exception as error:
+                    made.set_exception(error)
+
+            # A daemon: when an engine refuses to join, nothing but its timeout ends the wait for it.
+            threading.Thread(target=make, daemon=True, name="weight-sync-join").start()
+            while not made.done():
+                _raise_first(futures)
+                time.sleep(0.005)
+            self._group = made.result()
 
         self._every_engine(engine_joins, trainer_joins)
 
@@ -248,10 +261,14 @@ class WeightSync:
         Path(self.trainer.config.output_dir).mkdir(parents=True, exist_ok=True)
         return self.trainer.config.output_dir
 
-    def _forget_group(self) -> None:
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+    def _forget_group(self, *, abort: bool = False) -> None:
+        """Leave the group; `abort` first ends broadcasts that nobody will receive, instead of waiting for them."""
+        if self._group is None:
+            return
+        if abort:
+            self._group._get_backend(self.trainer.device).abort()
+        dist.destroy_process_group(self._group)
+        self._group = None
 
 
 def _raise_first(futures: Sequence[Future[None]]) -> None:

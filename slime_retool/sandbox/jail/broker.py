@@ -42,6 +42,7 @@ _REPLY_SLACK = 1 << 20
 _EXIT_SECONDS = 2.0
 _CPUCLOCK_PROCESS = 2
 
+_CHILD_LIMITS = ("memory", "disk", "file_size", "open_files")
 _LOST = {"zygote": "the sandbox's zygote ended", "cancelled": "a call in it was cancelled"}
 
 now = time.monotonic
@@ -593,14 +594,16 @@ class Broker:
     def _collect(self, child: Child, written: list[int | None]) -> dict[str, Any]:
         out, out_cut = output.take(child.out, self.limits["output"], written[0])
         err, err_cut = output.take(child.err, self.limits["output"], written[1])
-        return {"stdout": out, "stderr": err, "truncated": out_cut or err_cut}
+        cut = out_cut or err_cut
+        return {"stdout": out, "stderr": err, "truncated": cut, "limit": "output" if cut else None}
 
     def _completed(self, child: Child, answer: dict[str, Any], cpu: float) -> dict[str, Any]:
         """The child answered: the code ran to its end or raised."""
         assert child.job is not None
         result = self._collect(child, answer["written"])
-        error = answer["error"]
-        status = "ok" if error is None else "memory" if answer["error_type"] == "MemoryError" else "error"
+        error, limit = answer["error"], answer["limit"]
+        status = "ok" if error is None else "memory" if limit == "memory" else "error"
+        result["limit"] = limit or result["limit"]
         wall = min(answer["wall"], now() - child.job.started)
         result |= {"status": status, "error": error, "result": answer["result"], "wall_s": wall}
         result |= {"cpu_s": max(0.0, cpu - child.job.cpu_before), "max_rss": answer["max_rss"], "files": answer["files"]}
@@ -612,6 +615,8 @@ class Broker:
         assert job is not None
         result = self._collect(child, [None, None])
         verdict, error = self._verdict(child, job, status)
+        limit = {"timeout": "wall", "cpu": "cpu", "disk": "disk"}.get(child.killed or "")
+        result["limit"] = limit or ("memory" if verdict == "memory" else result["limit"])
         result |= {"status": verdict, "error": error, "result": None, "wall_s": now() - job.started}
         result |= {"cpu_s": max(0.0, cpu - job.cpu_before), "max_rss": rss}
         return result
@@ -788,7 +793,7 @@ def _checked(answer: dict[str, Any], nonce: str) -> dict[str, Any]:
     out, err = answer["written"]
     return {
         "error": text(answer["error"]),
-        "error_type": text(answer["error_type"]),
+        "limit": answer["limit"] if answer["limit"] in _CHILD_LIMITS else None,
         "result": text(answer["result"]),
         "wall": max(0.0, float(answer["wall"])),
         "max_rss": count(answer["max_rss"]),

@@ -17,7 +17,7 @@ import struct
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from . import semantics
 
@@ -25,6 +25,7 @@ CONTROL = 3
 """Descriptor of the socket to the broker: 4-byte little-endian length, JSON."""
 READY = b"R"
 MAX_FETCHED = 16 << 20
+_REHEARSALS = 60
 
 _read, _write, _lseek, _exit = os.read, os.write, os.lseek, os._exit
 _len, _min, _memoryview, _bytes = len, min, memoryview, bytes
@@ -103,17 +104,15 @@ def _reseed(seed: int | None) -> None:
         numpy.random.seed(None if seed is None else seed & 0xFFFFFFFF)
 
 
-def _set_stdin(text: str | None) -> None:
-    if text is None:
-        semantics.refuse_input()
-    else:
-        fd = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
-        with os.fdopen(os.dup(fd), "wb") as file:
-            file.write(text.encode("utf-8", "surrogateescape"))
-        os.lseek(fd, 0, os.SEEK_SET)
-        os.dup2(fd, 0)
-        os.close(fd)
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+def _set_stdin(text: str) -> None:
+    """Standard input for the program and for what it reads from descriptor 0."""
+    fd = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(text.encode("utf-8", "surrogateescape"))
+    os.lseek(fd, 0, os.SEEK_SET)
+    os.dup2(fd, 0)
+    os.close(fd)
+    semantics.allow_input()
 
 
 def _write_files(files: dict[str, str]) -> None:
@@ -139,56 +138,88 @@ def _read_files(names: list[str]) -> dict[str, str]:
     return found
 
 
-def serve(output_limit: int, memory_mb: int) -> None:
-    """Answer requests until a one-shot has run or the broker is gone. Does not return."""
-    namespace = semantics.main_module()
-    sys.path.insert(0, os.getcwd())  # modules that the code writes
-    atexit._clear()  # type: ignore[attr-defined]  # nothing of the zygote's runs here
-    gc.enable()
-    _write(CONTROL, READY)
-    count = 0
-    while True:
-        request = _receive()
-        count += 1
-        writers = [_RingWriter(fd, output_limit) for fd in (1, 2)]
-        out, err = (_text_stream(writer) for writer in writers)
-        sys.stdout = sys.__stdout__ = out
-        sys.stderr = sys.__stderr__ = err
+class Executor:
+    """Made and rehearsed in the zygote, so that its objects, its specialised bytecode and its caches are shared by all
+    children, where each would otherwise write its own copy of those pages; served in a child."""
+
+    def __init__(self, output_limit: int, memory_mb: int) -> None:
+        self._limit, self._memory_mb = output_limit, memory_mb
+        null = os.open(os.devnull, os.O_RDWR)
+        self._rehearse(null)
+        os.close(null)
+        self._namespace = semantics.main_module()
+        self._set_streams((1, 2))
+        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+        atexit._clear()  # type: ignore[attr-defined]  # nothing of the zygote's runs in a child
+
+    def _rehearse(self, null: int) -> None:
+        # The interpreter's own streams are kept alive: closing them would close the zygote's descriptors.
+        self._kept = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+        self._namespace = semantics.main_module()
+        self._set_streams((null, null))
+        for number in range(_REHEARSALS):
+            code = ("print(1 + 1)\n[n for n in range(3)]", "def f(x):\n    return x\nf(1 // 0)")[number % 4 == 3]
+            request = {"code": code, "seed": None, "stdin": None, "files": {}, "fetch": [], "nonce": "", "session": True}
+            _encode(self._respond(_decode(_encode(request)), number))
+
+    def _set_streams(self, fds: tuple[int, int]) -> None:
+        self._fds = fds
+        self._writers = [_RingWriter(fd, self._limit) for fd in fds]
+        # By lines, so that what was printed survives a kill.
+        self._out, self._err = (
+            _TextIOWrapper(_BufferedWriter(w, 8192), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+            for w in self._writers
+        )
+        sys.stdout = sys.__stdout__ = self._out
+        sys.stderr = sys.__stderr__ = self._err
+
+    def serve(self) -> NoReturn:
+        """Answer requests until a one-shot has run or the broker is gone."""
+        gc.enable()
+        _write(CONTROL, READY)
+        count = 0
+        while True:
+            request = _receive()
+            count += 1
+            _send(self._respond(request, count))
+            if not request["session"]:
+                _exit(0)
+
+    def _respond(self, request: dict[str, Any], count: int) -> dict[str, Any]:
+        try:
+            for stream, writer in ((self._out, self._writers[0]), (self._err, self._writers[1])):
+                stream.reconfigure(line_buffering=True)  # raises if an earlier cell closed or detached it
+                writer.total = 0
+            sys.stdout, sys.stderr = self._out, self._err
+        except _BaseException:
+            self._set_streams(self._fds)
         session = request["session"]
-        if count == 1 or request["seed"] is not None:
+        if count <= 1 or request["seed"] is not None:
             _reseed(request["seed"])
         started = _clock()
         try:
-            if count == 1:
+            if request["stdin"] is not None:
                 _set_stdin(request["stdin"])
-            _write_files(request["files"])
+            if request["files"]:
+                _write_files(request["files"])
             filename = f"<cell {count}>" if session else "<string>"
-            outcome = semantics.run(request["code"], filename, namespace, output_limit, memory_mb)
+            outcome = semantics.run(request["code"], filename, self._namespace, self._limit, self._memory_mb)
         except _BaseException as error:  # files that do not fit
-            outcome = semantics.Outcome(error=f"{error}", error_type="OSError")
+            outcome = semantics.Outcome(error=f"{error}", limit="disk")
         # As an interpreter does at its end; a session goes on.
-        for finish in (() if session else (_wait_for_threads, _run_exit_functions)) + (out.flush, err.flush):
+        at_end = () if session else (_wait_for_threads, _run_exit_functions)
+        for finish in (*at_end, self._out.flush, self._err.flush):
             try:
                 finish()
             except _BaseException:
                 pass
-        _send(
-            {
-                "nonce": request["nonce"],
-                "error": outcome.error,
-                "error_type": outcome.error_type,
-                "result": outcome.result,
-                "wall": _clock() - started,
-                "max_rss": _usage(_SELF).ru_maxrss * 1024,
-                "written": [writer.total for writer in writers],
-                "files": _read_files(request["fetch"]) if request["fetch"] else {},
-            }
-        )
-        if not session:
-            _exit(0)
-
-
-def _text_stream(writer: _RingWriter) -> io.TextIOWrapper:
-    """By lines, so that what was printed survives a kill."""
-    buffered = _BufferedWriter(writer, 8192)
-    return _TextIOWrapper(buffered, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        return {
+            "nonce": request["nonce"],
+            "error": outcome.error,
+            "limit": outcome.limit,
+            "result": outcome.result,
+            "wall": _clock() - started,
+            "max_rss": _usage(_SELF).ru_maxrss * 1024,
+            "written": [writer.total for writer in self._writers],
+            "files": _read_files(request["fetch"]) if request["fetch"] else {},
+        }

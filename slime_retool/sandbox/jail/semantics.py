@@ -5,11 +5,11 @@ breaks itself and not its report. Standard library only.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
 import builtins
+import errno
 import linecache
 import sys
 import traceback
@@ -21,7 +21,8 @@ _MAX_ERROR = 4000
 _MAX_FRAMES = (4, 8)
 _len, _isinstance, _repr, _str, _type, _int = len, isinstance, repr, str, type, int
 _compile, _exec, _eval = compile, exec, eval
-_BaseException, _MemoryError, _SystemExit = BaseException, MemoryError, SystemExit
+_LIMIT_ERRORS = {errno.ENOSPC: "disk", errno.EFBIG: "file_size", errno.EMFILE: "open_files"}
+_BaseException, _MemoryError, _SystemExit, _OSError = BaseException, MemoryError, SystemExit, OSError
 _Expr, _Expression, _ImportFrom, _ONLY_AST = ast.Expr, ast.Expression, ast.ImportFrom, ast.PyCF_ONLY_AST
 _TracebackException, _StackSummary = traceback.TracebackException, traceback.StackSummary
 
@@ -31,7 +32,8 @@ class Outcome:
     """How a snippet ended. `error` is None when it ran to its end or left with exit code 0."""
 
     error: str | None = None
-    error_type: str | None = None
+    limit: str | None = None
+    """The limit that the error comes from, where it tells: `memory`, `disk`, `file_size` or `open_files`."""
     result: str | None = None
 
 
@@ -42,12 +44,16 @@ def main_module() -> dict[str, Any]:
     sys.modules["__main__"] = module
     sys.argv = [""]
     # What `site` adds to an interpreter, without its effects.
-    builtins.__dict__.update(exit=sys.exit, quit=sys.exit)
+    builtins.__dict__.update(exit=sys.exit, quit=sys.exit, input=_no_input)
     return module.__dict__
 
 
-def refuse_input() -> None:
-    builtins.__dict__["input"] = _no_input
+_input = input
+
+
+def allow_input() -> None:
+    """There is a standard input to read from."""
+    builtins.__dict__["input"] = _input
 
 
 def _no_input(prompt: object = "") -> str:
@@ -62,12 +68,16 @@ def run(code: str, filename: str, namespace: dict[str, Any], limit: int, memory_
     except _SystemExit as stop:
         if stop.code is None or (_isinstance(stop.code, _int) and stop.code == 0):
             return Outcome()
-        return Outcome(error=f"SystemExit: {stop.code}", error_type="SystemExit")
+        return Outcome(error=f"SystemExit: {stop.code}")
     except _MemoryError as error:
         text = f"{describe(error, filename)}\n(the memory limit is {memory_mb} MB)"
-        return Outcome(error=text, error_type="MemoryError")
+        return Outcome(error=text, limit="memory")
     except _BaseException as error:
-        return Outcome(error=describe(error, filename), error_type=_type(error).__name__)
+        return Outcome(error=describe(error, filename), limit=_limit_of(error))
+
+
+def _limit_of(error: BaseException) -> str | None:
+    return _LIMIT_ERRORS.get(error.errno or 0) if _isinstance(error, _OSError) else None
 
 
 def _execute(code: str, filename: str, namespace: dict[str, Any], limit: int) -> str | None:

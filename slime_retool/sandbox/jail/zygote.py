@@ -22,7 +22,8 @@ from typing import Any
 
 from . import executor, landlock, namespaces, seccomp, warmup
 from .environment import DEVICES, HostPaths, host_paths, without
-from .syscalls import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, drop_bounding_set, drop_capabilities, prctl
+from .memory import collapse_memory
+from .syscalls import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, drop_bounding_set, drop_capabilities, prctl, raw_fork
 
 FORKED = struct.Struct("<cI")
 EXITED = struct.Struct("<cIiddQ")
@@ -70,7 +71,7 @@ class Zygote:
         self.private_root = self.private and "mount" not in self.off
         self.private_pids = self.private and "pid" not in self.off
         self.tags: dict[int, int] = {}
-        self.size_file = -1
+        self.size_file = self.maps_file = -1
         self.address_space = 0
 
     # Shutting in.
@@ -82,7 +83,7 @@ class Zygote:
         else:
             if os.geteuid() == 0:
                 self._become_ordinary_user()
-            self.size_file = _open_size_file()
+            self._open_own_files()
         os.umask(0o077)
         os.nice(_NICE)
         sys.path.append(namespaces.PACKAGES if self.private_root else self.config["package_links"])
@@ -90,6 +91,9 @@ class Zygote:
         warmup.preload([*warmup.STDLIB, *self.config["preload"]])
         warmup.warm(self.config["preload"])
         self.notes["preload"] = f"{time.perf_counter() - started:.2f} s"
+        if self.private_root:
+            sys.path.insert(0, namespaces.WORK)  # modules that the code writes
+        self.executor = executor.Executor(self.limits["output"], self.limits["memory"] >> 20)
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -104,6 +108,7 @@ class Zygote:
                 seccomp.install(seccomp.stage1())
         if not self.private and "capabilities" not in self.off:
             drop_capabilities()
+        self.notes["huge pages"] = str(collapse_memory(self.maps_file))
         self.child_filter = seccomp.stage2(1, private_root=True)
         self.address_space = int(os.pread(self.size_file, 64, 0).split()[0]) * resource.getpagesize()
 
@@ -132,10 +137,16 @@ class Zygote:
             self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         if "uts" not in self.off:
             namespaces.set_hostname("sandbox")
-        self.size_file = _open_size_file()
+        self._open_own_files()
         if root is not None:
             with _layer("mount namespace"):
                 namespaces.enter_root(root)
+
+    def _open_own_files(self) -> None:
+        """While /proc is there; they are read after the packages are loaded."""
+        self.size_file, self.maps_file = (
+            os.open(f"/proc/self/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("statm", "maps")
+        )
 
     def _build_root(self) -> str:
         namespaces.make_private()
@@ -215,7 +226,7 @@ class Zygote:
     def _fork(self, tag: int, fds: list[int]) -> None:
         if self.private_pids:
             namespaces.unshare(namespaces.NEWPID)
-        pid = os.fork()
+        pid = raw_fork()
         if pid == 0:
             self._become_child(tag, fds)
         if self.private_pids:
@@ -257,9 +268,7 @@ class Zygote:
             if "seccomp" not in self.off:
                 pid = os.getpid()
                 seccomp.install(self.child_filter if pid == 1 and self.private_root else seccomp.stage2(pid, self.private_root))
-            output, memory = self.limits["output"], self.limits["memory"]
-            self.__dict__.clear()
-            executor.serve(output, memory >> 20)
+            self.executor.serve()
         except BaseException as error:
             os.write(2, f"setting up the process failed: {error!r}".encode())
         finally:
@@ -287,6 +296,7 @@ class Zygote:
             folder = os.path.join(self.config["work"], str(tag))
             os.mkdir(folder, 0o700)
             os.environ["HOME"] = os.environ["TMPDIR"] = folder
+            sys.path.insert(0, folder)
         os.chdir(folder)
         return folder
 
@@ -320,11 +330,6 @@ def _continue_as_first_process(control: socket.socket) -> None:
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0x7F)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _open_size_file() -> int:
-    """Our address space in pages; opened while /proc is there, read after the packages are loaded."""
-    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _readable_as(uid: int, paths: list[str]) -> bool:
