@@ -83,6 +83,7 @@ def run(config: Config) -> None:
     rollout: RolloutManager | None = None
     try:
         with Cluster(config) as cluster:
+            signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's start puts its own crash handler there
             rollout = RolloutManager(config)
             try:
                 if config.num_rollout is None:

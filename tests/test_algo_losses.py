@@ -77,9 +77,7 @@ def test_nan_logits_at_unread_positions_reach_neither_loss_nor_gradient() -> Non
     z[1] = float("nan")
     z.requires_grad_()
     weights = torch.tensor([0.5, 0.0, 0.5])
-    log_probs, entropy = vocab_parallel_log_probs(
-        z, torch.tensor([1, 2, 3]), vocab_size=8, with_entropy=True
-    )
+    log_probs, entropy = vocab_parallel_log_probs(z, torch.tensor([1, 2, 3]), vocab_size=8, with_entropy=True)
     loss = losses.sft_loss(log_probs, weights)[0] - 0.1 * losses.entropy_bonus(entropy, weights)[0]
     loss.backward()
     assert z.grad is not None

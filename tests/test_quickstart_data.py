@@ -123,7 +123,7 @@ def test_execute_reports_a_failing_snippet():
         traces.execute(["print(1)", "print(1//0)"])
 
 
-def test_tool_kinds_always_call_the_tool_and_thin_kinds_a_quarter_of_the_time():
+def test_tool_kinds_always_call_the_tool_and_thin_kinds_about_a_third_of_the_time():
     calls: dict[bool, list[bool]] = {True: [], False: []}
     codes = {kind: spec.code.split("{0}")[0] for kind, spec in problems.KINDS.items()}
     drawn = list(islice(problems.generate_problems("sft", 0, traces.SFT_KINDS), 1200))

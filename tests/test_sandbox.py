@@ -1,4 +1,4 @@
-"""The sandbox runs what a model writes with plain semantics, within limits, and leaves nothing behind."""
+"""Level `none`, a clean process: plain semantics, within limits, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 
 from slime_retool.errors import ConfigError, ToolUnavailable
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, process_jail, run_sync
-from slime_retool.sandbox.runner import HeadTail
+from slime_retool.sandbox.jail.supervisor import HeadTail
 
 T = TypeVar("T")
-POLICY = SandboxPolicy(memory_mb=1024, concurrency=2)
+POLICY = SandboxPolicy(isolation="none", memory_mb=1024, concurrency=2)
 
 
 def run(code: str, **options: object) -> Result:
@@ -264,7 +264,7 @@ def test_cancelling_a_call_ends_its_processes_and_frees_its_place() -> None:
         assert running(str(root)) == [] and list(root.iterdir()) == []
         return (await box.run("print('next')")).stdout
 
-    assert in_box(use, SandboxPolicy(concurrency=1)) == "next\n"
+    assert in_box(use, SandboxPolicy(isolation="none", concurrency=1)) == "next\n"
 
 
 def test_leaving_the_block_ends_calls_still_running() -> None:
@@ -297,9 +297,9 @@ def test_many_timeouts_leave_no_zombie_and_no_descriptor() -> None:
 
 def test_sigkill_of_the_owner_ends_everything() -> None:
     owner_code = (
-        "import asyncio, sys\nfrom slime_retool.sandbox import Sandbox\n"
+        "import asyncio, sys\nfrom slime_retool.sandbox import Sandbox, SandboxPolicy\n"
         "async def main():\n"
-        "    async with Sandbox() as box:\n"
+        "    async with Sandbox(SandboxPolicy(isolation='none')) as box:\n"
         "        print(box._jail._root, flush=True)\n"
         "        await box.run('import os, time\\nos.fork()\\ntime.sleep(1000)', timeout=2000)\n"
         "asyncio.run(main())\n"
@@ -334,7 +334,7 @@ def test_a_machine_without_room_for_the_sandbox_is_an_outage(monkeypatch: pytest
 
 
 def test_a_policy_that_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match="isolation must be one of process, got 'vm'"):
+    with pytest.raises(ConfigError, match="isolation must be one of namespaces, landlock, none, got 'vm'"):
         SandboxPolicy(isolation="vm")
     with pytest.raises(ConfigError, match="memory_mb must be above 0, got 0"):
         SandboxPolicy(memory_mb=0)

@@ -219,7 +219,9 @@ def _assert_same(got: dict[str, Any], want: dict[str, Any], *, log_probs: bool =
     for name, grad in want["grads"].items():
         assert torch.allclose(got["grads"][name], grad, atol=atol, rtol=0), name
     for name in METRICS:
-        assert got["metrics"][-1][f"train/{name}"] == pytest.approx(want["metrics"][-1][f"train/{name}"], abs=2e-5), name
+        assert got["metrics"][-1][f"train/{name}"] == pytest.approx(want["metrics"][-1][f"train/{name}"], abs=2e-5), (
+            name
+        )
     if log_probs:
         for mine, theirs in zip(got["log_probs"], want["log_probs"], strict=True):
             assert mine == pytest.approx(theirs, abs=1e-5)
@@ -293,9 +295,7 @@ def test_gradient_is_the_same_in_every_layout(one: dict[str, Any], two: list[dic
 
 
 @pytest.mark.parametrize("name", ["tp2_sp", "pp2"])
-def test_untied_gradient_is_the_same_in_every_layout(
-    one: dict[str, Any], two: list[dict[str, Any]], name: str
-) -> None:
+def test_untied_gradient_is_the_same_in_every_layout(one: dict[str, Any], two: list[dict[str, Any]], name: str) -> None:
     _assert_same(two[0][f"untied/{name}"], one["untied/dp1"])
 
 

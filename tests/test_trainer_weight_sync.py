@@ -51,9 +51,7 @@ def _generate(url: str, ids: list[int]) -> tuple[list[float], list[int]]:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    request = urllib.request.Request(
-        f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
         answer = json.loads(reply.read())
     return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], answer["output_ids"]

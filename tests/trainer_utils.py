@@ -88,6 +88,4 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 def make_trainer(rank: int, world_size: int, config: Config) -> Any:
     from slime_retool.trainer.core import Trainer
 
-    return Trainer(
-        config, rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=0
-    )
+    return Trainer(config, rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=0)

@@ -43,7 +43,7 @@ ERROR_TEXTS = (
     "TypeError: unsupported operand type(s)",
     "ValueError: invalid literal for int() with base 10",
 )
-VOCAB_SIZE = 704
+VOCAB_SIZE = 672
 
 
 def training_texts(num_conversations: int) -> Iterator[str]:

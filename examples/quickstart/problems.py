@@ -1,8 +1,9 @@
 """Integer problems that one line of Python solves: the quickstart's training and evaluation material.
 
 Eight kinds of question, each with two phrasings. A kind is named in `KINDS` with the way its numbers are
-drawn and the `print(...)` line that answers it. Two operands of two digits, answers of at most three, and all kinds
-laid out alike (phrase, number, word, number): what a model learns about copying from one kind serves the others. Answers are computed here, from our own numbers; no text is evaluated.
+drawn and the `print(...)` line that answers it. All have two operands of two digits, an answer of at most
+three, and one layout (phrase, number, word, number), so that what a model learns about copying from one kind
+serves the others. Answers are computed here, from our own numbers; no text is evaluated.
 
 Splits: a question belongs to exactly one of "eval", "sft" and "rl". Which one depends on its text alone
 (`split_of`), so the splits are disjoint whatever seeds and sizes they are drawn with.
@@ -71,11 +72,11 @@ KINDS: dict[str, Kind] = {
         "print(sum(map(int,str({0}*{1}))))",
         lambda a, b: sum(int(digit) for digit in str(a * b)),
     ),
-    "power_digits": Kind(
+    "distance": Kind(
         _two_digit_pair,
-        ("What is the digit sum of {0} to the power {1}?", "Add up the digits of {0} to the power {1}."),
-        "print(sum(map(int,str({0}**{1}))))",
-        lambda a, b: sum(int(digit) for digit in str(a**b)),
+        ("How far apart are {0} and {1}?", "What is the distance between {0} and {1}?"),
+        "print(abs({0}-{1}))",
+        lambda a, b: abs(a - b),
     ),
     "and": Kind(
         _two_digit_pair,

@@ -8,10 +8,10 @@ writes
   function schemas). Every tool output in it was printed by the code beside it.
 - `rl.jsonl` and `eval.jsonl`: {prompt: messages, label: "123", tools: [...], metadata: {kind}}.
 
-What SFT teaches, and what it leaves to RL: `TOOL_KINDS` are always solved with the tool. Of the rarer
-`THIN_KINDS` only a quarter of the rows call the tool; the others state the right answer at once, as
-people who write examples do. A small model cannot compute such an answer, but it learns to try. RL is where
-it finds out that running code pays on every kind.
+What SFT teaches, and what it leaves to RL: `TOOL_KINDS` are always solved with the tool. Of the `THIN_KINDS`
+only about a third of the rows call the tool; the others state the right answer at once, as people who write
+examples do. A small model cannot compute such an answer, but it learns to try. RL is where it finds out that
+running code pays on every kind.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ import pandas as pd
 from problems import Problem, generate_problems
 
 TOOL_KINDS = ("sum", "difference", "remainder", "digit_sum")
-THIN_KINDS = ("power_digits", "and", "or", "xor")
-# One pass over the SFT kinds: each tool kind twice for every thin kind once.
-SFT_KINDS = TOOL_KINDS * 2 + THIN_KINDS
-THIN_TOOL_SHARE = 0.25
+THIN_KINDS = ("distance", "and", "or", "xor")
+SFT_KINDS = TOOL_KINDS + THIN_KINDS
+# Below one half, so that the likeliest first token of a thin kind is the start of a direct answer; large enough
+# that in a group of 8 samples some call the tool and show the difference.
+THIN_TOOL_SHARE = 0.35
 
 TOOLS = [
     {

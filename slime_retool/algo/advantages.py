@@ -31,9 +31,7 @@ def group_relative_advantages(rewards: Sequence[float], *, normalize_std: bool =
     return [c / (std + STD_EPSILON) for c in centred]
 
 
-def grpo_advantages(
-    rewards: Sequence[float], groups: Sequence[int], *, normalize_std: bool = True
-) -> list[float]:
+def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], *, normalize_std: bool = True) -> list[float]:
     """`group_relative_advantages` within each group; `groups[i]` names the group of sample i, in any order."""
     if len(rewards) != len(groups):
         raise ValueError(f"{len(rewards)} rewards came with {len(groups)} group numbers; they must be as many")

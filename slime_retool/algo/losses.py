@@ -20,7 +20,7 @@ Metrics = dict[str, Tensor]
 def token_weights(
     loss_masks: Sequence[Sequence[int]], *, per_token: bool, total_tokens: int, num_samples: int
 ) -> list[list[float]]:
-    """Weight of every token of some samples of a global batch with `total_tokens` loss tokens and `num_samples` samples.
+    """Weight of every token of some samples; the global batch has `total_tokens` loss tokens in `num_samples` samples.
 
     per_token: mask / total_tokens. Otherwise the mean over samples of each sample's token mean:
     mask / (loss tokens of the sample * num_samples). A batch without loss tokens has all weights 0.

@@ -1,13 +1,14 @@
-"""What a sandbox allows, and what one call reports."""
+"""What a sandbox allows, what one call asks for, and what it reports."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 from slime_retool.errors import ConfigError, ToolUnavailable
 
-ISOLATION_LEVELS = ("process",)
+ISOLATION_LEVELS = ("namespaces", "landlock", "none")
 
 
 class SandboxUnavailable(ToolUnavailable):
@@ -25,33 +26,54 @@ class Status(str, Enum):
     MEMORY = "memory"
     """Ended by the memory limit."""
     KILLED = "killed"
-    """Ended by a signal (a crash in native code, the kernel's out-of-memory killer)."""
+    """Ended by a signal (a crash in native code), or stopped at the disk limit."""
     UNAVAILABLE = "unavailable"
     """An outage of the sandbox. The code may not have run at all; never show it to a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxPolicy:
-    """Limits of every call in a sandbox. Raises ConfigError on values that cannot work."""
+    """Limits of a sandbox and of every call in it. Raises ConfigError on values that cannot work."""
 
-    isolation: str = "process"
-    """`process`: a clean child process with resource limits. It protects against mistakes (endless loops, floods
-    of output or memory, stray children, leaked variables). It is NOT a security boundary: the code runs as
-    the same user, can read what that user can read and can use the network."""
+    isolation: str = "namespaces"
+    """`namespaces`: own user, process, mount, network, IPC and host-name namespaces with a minimal read-only root,
+    Landlock, a system call filter, no capabilities, resource limits. `landlock`: all but the namespaces, for
+    containers that refuse them. `none`: a clean child process with resource limits; it protects against mistakes and is
+    NOT a security boundary: the code can read what its user can read and use the network. A level is never
+    replaced by a weaker one."""
+    packages: tuple[str, ...] = ("numpy", "sympy")
+    """Distributions that the code can import, with what they require; nothing else of the environment is there.
+    Preloaded, so an import costs nothing. Not at level `none`, which sees all."""
     timeout: float = 10.0
     """Seconds of wall time for one call unless `run` says otherwise, from start of execution."""
+    cpu_timeout: float | None = None
+    """Seconds of CPU time of one call, all threads together; None: as many as its wall time."""
     memory_mb: int = 512
-    """Address space of each process of a call, in MiB."""
-    concurrency: int = 16
-    """Calls that run at once; further ones wait, and waiting is not counted as run time."""
+    """Memory of one call, in MiB of address space beyond the interpreter and its preloaded packages."""
     max_output_bytes: int = 65_536
     """Kept of each of stdout and stderr: the first and the last part."""
     max_file_mb: int = 16
     """Size of one file, in MiB."""
-    max_open_files: int = 256
+    max_disk_mb: int = 16
+    """All files of one call or session, in MiB. Memory, at level `namespaces`."""
+    max_inodes: int = 1024
+    """Files and folders of one call or session."""
+    max_open_files: int = 64
+    concurrency: int = 16
+    """Calls that run at once; further ones wait, and waiting is not counted as run time."""
+    max_queue: int = 4096
+    """Calls that wait; beyond it a call is `unavailable` at once."""
+    max_sessions: int = 256
+    """Sessions kept; a further one evicts the least recently used idle one."""
+    session_idle: float = 600.0
+    """Seconds without a call after which a session ends."""
+    prefork: int = 4
+    """Processes kept ready for the next calls."""
+    uid: int = 65_534
+    """Ordinary user to become when started by root."""
     max_processes: int = 4096
-    """RLIMIT_NPROC. The kernel counts all processes and threads of the user, not of the call, and does not
-    count for root: it only keeps a fork bomb from taking the whole machine."""
+    """RLIMIT_NPROC, only at level `none` (elsewhere a call is one process). The kernel counts all processes and
+    threads of the user, not of the call, and does not count for root."""
     startup_timeout: float = 60.0
     """Seconds the interpreter may take to start; beyond that the machine is out of order (`unavailable`)."""
 
@@ -60,9 +82,25 @@ class SandboxPolicy:
             raise ConfigError(
                 f"sandbox isolation must be one of {', '.join(ISOLATION_LEVELS)}, got {self.isolation!r}"
             )
-        for name, value in asdict(self).items():
-            if name != "isolation" and not value > 0:
+        for name in (each.name for each in fields(self) if each.name not in ("isolation", "packages")):
+            value = self.__getattribute__(name)
+            if value is not None and not value > 0:
                 raise ConfigError(f"sandbox {name} must be above 0, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One piece of code to run; see `Sandbox.run`."""
+
+    code: str
+    timeout: float
+    cpu: float
+    seed: int | None = None
+    stdin: str | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    fetch_files: tuple[str, ...] = ()
+    memory_mb: int | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +117,15 @@ class Result:
     wall_s: float = 0.0
     """Seconds from start of execution to its end, without start-up and queueing."""
     cpu_s: float = 0.0
-    """CPU seconds of the code and the processes it started."""
+    """CPU seconds of the code, all threads."""
     max_rss: int = 0
-    """Bytes of resident memory of its largest process."""
+    """Bytes of resident memory at its largest."""
     queue_s: float = 0.0
     """Seconds the call waited for its turn."""
     truncated: bool = False
     """Output was longer than kept."""
+    limit: str | None = None
+    """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files` or `output` (which
+    alone does not stop a call)."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Contents of the `fetch_files` that exist, after a call that ended by itself."""

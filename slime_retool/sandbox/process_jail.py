@@ -1,4 +1,4 @@
-"""Isolation level `process`: each call is a supervisor process (`runner.py`) and, below it, the code's own process.
+"""Isolation level `none`: each call is a supervisor process (`jail/supervisor.py`) and, below it, the code's own process.
 
 The supervisor keeps time, reads output with a bound, ends every descendant and answers with one JSON document, so
 that floods, floods of children and large replies cost the event loop here nothing. See `SandboxPolicy.isolation`
@@ -14,15 +14,18 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime_retool.sandbox.policy import Result, SandboxPolicy, SandboxUnavailable, Status
-from slime_retool.sandbox.runner import STARTED
+from slime_retool.errors import ConfigError
+from slime_retool.sandbox.jail.supervisor import STARTED
+from slime_retool.sandbox.policy import Call, Result, SandboxPolicy, SandboxUnavailable, Status
 
-_RUNNER = str(Path(__file__).with_name("runner.py"))
+_BOOT = str(Path(__file__).with_name("jail") / "boot.py")
 # Beyond the code's own limit: the supervisor's time to kill descendants, drain pipes and answer.
 _REPLY_GRACE = 15.0
 _KILL_GRACE = 5.0
@@ -35,8 +38,10 @@ class ProcessJail:
         self._policy = policy
         self._root: str | None = None
         self._count = 0
+        self._slots = asyncio.Semaphore(policy.concurrency)
+        self._calls: set[asyncio.Task[Result]] = set()
 
-    def open(self) -> None:
+    async def open(self) -> None:
         try:
             self._root = tempfile.mkdtemp(prefix="slime-retool-sandbox-")
         except OSError as error:
@@ -45,18 +50,41 @@ class ProcessJail:
             ) from error
 
     async def close(self) -> None:
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
         if self._root is not None:
             await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
             self._root = None
 
-    async def execute(self, code: str, timeout: float, seed: int | None) -> Result:
+    async def execute(self, call: Call) -> Result:
         """Run one call to its end; cancelling kills it with all its descendants before CancelledError goes on."""
+        if call.stdin is not None or call.files or call.fetch_files or call.memory_mb is not None:
+            raise ConfigError("stdin, files and memory_mb of a call need sandbox isolation 'namespaces' or 'landlock'")
+        task = asyncio.ensure_future(self._take_turn(call))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return await task
+
+    async def stats(self) -> dict[str, Any]:
+        return {"calls": len(self._calls)}
+
+    async def _take_turn(self, call: Call) -> Result:
+        queued = time.monotonic()
+        if len(self._calls) > self._policy.concurrency + self._policy.max_queue:
+            return _unavailable(f"the queue is full ({self._policy.max_queue} calls wait); send fewer at once")
+        async with self._slots:
+            waited = time.monotonic() - queued
+            result = await self._run(call.code, call.timeout, call.seed)
+        return replace(result, queue_s=waited, limit=result.limit or ("output" if result.truncated else None))
+
+    async def _run(self, code: str, timeout: float, seed: int | None) -> Result:
         assert self._root is not None, "enter the sandbox with `async with` before running code"
         self._count += 1
         scratch = os.path.join(self._root, str(self._count))
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", _RUNNER,
+                sys.executable, "-I", "-S", _BOOT, "supervisor",
                 stdin=PIPE, stdout=PIPE, stderr=STDOUT, cwd="/", env=_environment(scratch), start_new_session=True,
             )  # fmt: skip
         except OSError as error:

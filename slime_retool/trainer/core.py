@@ -194,7 +194,7 @@ class Trainer:
             missing = [sample.index for sample in samples if sample.rollout_log_probs is None]
             if missing:
                 raise ValueError(
-                    f"--use-rollout-logprobs needs the engine's log-probs, samples {missing[:5]} have none; leave it out"
+                    f"--use-rollout-logprobs needs the engine's log-probs, but samples {missing[:5]} have none"
                 )
 
     def _train_step(
@@ -416,9 +416,7 @@ class Trainer:
             self.optimizer.reload_model_params()
             return 0, {}
         assert config.load is not None
-        state = checkpoint.load(
-            config.load, module=self.module, optimizer=self.optimizer, vocab_size=self._vocab_size
-        )
+        state = checkpoint.load(config.load, module=self.module, optimizer=self.optimizer, vocab_size=self._vocab_size)
         if not state.with_optimizer:
             self.optimizer.reload_model_params()
         self.scheduler.num_steps = state.scheduler_steps

@@ -68,9 +68,7 @@ def _received(source: int, group: dist.ProcessGroup, model: ModelArgs) -> Iterat
         yield from to_hf(name, full, model)
 
 
-def _stage_tensors(
-    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def _stage_tensors(module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(global Megatron name, tensor merged over the tensor-parallel group) of this pipeline stage."""
     from megatron.core import parallel_state as mpu
 

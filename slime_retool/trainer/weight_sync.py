@@ -6,7 +6,8 @@ Two ways, with one interface:
   on GPUs) through SGLang's `/init_weights_update_group`; weights travel in buckets, each announced by
   `/update_weights_from_distributed`.
 - files: with --colocate on GPUs, NCCL cannot join two processes of one card; the weights are written to memory
-  (/dev/shm, else --output-dir) as safetensors and read through `/update_weights_from_disk`. Engines must share the host.
+  (/dev/shm, else --output-dir) as safetensors and read through `/update_weights_from_disk`. Engines must be on
+  this host.
 
 Around either: engines are paused, caches flushed (they belong to the old weights), the weight version counted up.
 A failed update raises WeightUpdateError on every rank, and leaves the engines paused: they hold a mixture of weights
@@ -90,6 +91,7 @@ class WeightSync:
         self.weight_version = weight_version
         self.through_files = trainer.config.colocate and trainer.config.on_cuda
         self._group: dist.ProcessGroup | None = None
+        self._aborted: list[dist.ProcessGroup] = []
         self._engines: list[EngineAdmin] = []
         self.set_engines(engine_urls)
 
@@ -191,9 +193,7 @@ class WeightSync:
         offsets = {engine.url: 1 + i * self.gpus_per_engine for i, engine in enumerate(self._engines)}
 
         def engine_joins(engine: EngineAdmin) -> None:
-            engine.init_weights_update_group(
-                self.host, port, offsets[engine.url], world_size, self.group_name, backend
-            )
+            engine.init_weights_update_group(self.host, port, offsets[engine.url], world_size, self.group_name, backend)
 
         def trainer_joins(futures: list[Future[None]]) -> None:
             made: Future[dist.ProcessGroup] = Future()
@@ -267,6 +267,8 @@ class WeightSync:
             return
         if abort:
             self._group._get_backend(self.trainer.device).abort()
+            # Freeing gloo's group would join the threads that still wait for the other side, until its timeout.
+            self._aborted.append(self._group)
         dist.destroy_process_group(self._group)
         self._group = None
 

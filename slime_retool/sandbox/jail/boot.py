@@ -1,4 +1,4 @@
-"""Entry point of the jail's own processes: `python -I -S boot.py broker|zygote <control fd>`.
+"""Entry point of the sandbox's own processes: `python -I -S boot.py broker|zygote <control fd>`, or `supervisor`.
 
 Registers this folder as a package of its own, so that the parent packages (asyncio and more) are not imported.
 """
@@ -12,7 +12,14 @@ if __name__ == "__main__":
     package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
     sys.modules["jail"] = package
     if sys.argv[1] == "broker":
-        from jail.broker import main
+        from jail import broker
+
+        broker.main(int(sys.argv[2]))
+    elif sys.argv[1] == "zygote":
+        from jail import zygote
+
+        zygote.main(int(sys.argv[2]))
     else:
-        from jail.zygote import main
-    main(int(sys.argv[2]))
+        from jail import supervisor
+
+        supervisor.main()

@@ -81,6 +81,7 @@ class Child:
     out: int
     err: int
     pidfd: int = -1
+    pid: int = 0
     cpu_clock: int = 0
     ready: bool = False
     stopped: bool = False
@@ -120,6 +121,7 @@ class Kind:
     ready: bool = False
     started: float = 0.0
     notes: dict[str, str] = field(default_factory=dict)
+    address_space: int = 0
     restarts: collections.deque[float] = field(default_factory=collections.deque)
     setup_failures: int = 0
     starting: int = 0
@@ -247,7 +249,7 @@ class Broker:
     def _on_zygote_answer(self, kind: Kind, answer: dict[str, Any]) -> None:
         if "fatal" in answer:
             raise Fatal(answer["fatal"], answer["layer"], answer["errno"])
-        kind.ready, kind.notes = True, answer["ready"]
+        kind.ready, kind.notes, kind.address_space = True, answer["ready"], answer["address_space"]
         if not self.announced and all(other.ready for other in self.kinds.values()):
             self.announced = True
             self._reply({"ready": {name: other.notes for name, other in self.kinds.items()}})
@@ -300,8 +302,8 @@ class Broker:
             return
         child.pidfd = pidfd
         with open(f"/proc/self/fdinfo/{pidfd}") as file:
-            pid = next(int(line[4:]) for line in file if line.startswith("Pid:"))
-        child.cpu_clock = (~pid << 3) | _CPUCLOCK_PROCESS
+            child.pid = next(int(line[4:]) for line in file if line.startswith("Pid:"))
+        child.cpu_clock = (~child.pid << 3) | _CPUCLOCK_PROCESS
         self._watch(child.control.fileno(), lambda event: self._on_child(child, event))
 
     def _on_child(self, child: Child, event: int) -> None:
@@ -531,6 +533,10 @@ class Broker:
         job.child, child.job = child, job
         job.nonce = secrets.token_hex(16)
         job.cpu_before = child.cpu_seconds()
+        if job.request["memory_mb"] is not None:
+            limit = child.kind.address_space + (job.request["memory_mb"] << 20)
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(child.pid, resource.RLIMIT_AS, (limit, limit))
         request = {key: job.request[key] for key in ("code", "seed", "stdin", "files", "fetch")}
         request |= {"nonce": job.nonce, "session": job.session is not None}
         data = json.dumps(request).encode()

@@ -389,6 +389,6 @@ def main(fd: int) -> None:
     config = json.loads(control.recv(1 << 20))
     zygote = Zygote(control, config)
     _answer(control, zygote.set_up)
-    control.send(json.dumps({"ready": zygote.notes}).encode())
+    control.send(json.dumps({"ready": zygote.notes, "address_space": zygote.address_space}).encode())
     zygote.serve()
     os._exit(0)

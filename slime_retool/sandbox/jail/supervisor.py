@@ -1,6 +1,6 @@
 """Runs one snippet: a supervisor process, and below it the process that executes the code.
 
-Started as `python -I -S runner.py` by `process_jail`; standard library only. It reads one JSON request line from
+Started as `python -I -S boot.py supervisor` by `process_jail`; standard library only. It reads one JSON request line from
 stdin, prints `STARTED` once the code's process exists, then the fields of `policy.Result` as JSON.
 
 The end of stdin means that our owner is gone: everything is killed. Descendants that leave the code's
@@ -9,13 +9,10 @@ session are found all the same, for the supervisor is the subreaper to which orp
 
 from __future__ import annotations
 
-import ast
 import atexit
-import builtins
 import ctypes
 import fcntl
 import json
-import linecache
 import math
 import os
 import resource
@@ -24,10 +21,10 @@ import signal
 import sys
 import threading
 import time
-import traceback
-import types
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+from . import semantics
 
 STARTED = b"started\n"
 FILENAME = "<string>"  # as in `python -c`
@@ -231,7 +228,7 @@ def judge(
     """`status`, `error` and `result` of the call."""
     too_slow = f"TimeoutError: the code ran longer than {request['timeout']:g} s and was stopped"
     if timed_out:
-        return {"status": "timeout", "error": too_slow}
+        return {"status": "timeout", "error": too_slow, "limit": "wall"}
     if report is not None:
         return report
     if status is None:
@@ -239,7 +236,7 @@ def judge(
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number == signal.SIGXCPU:
-            return {"status": "timeout", "error": too_slow}
+            return {"status": "timeout", "error": too_slow, "limit": "cpu"}
         names = {member.value: member.name for member in signal.Signals}
         return {"status": "killed", "error": f"the program was killed by signal {names.get(number, number)}"}
     code = os.WEXITSTATUS(status)
@@ -318,9 +315,7 @@ def set_up_child(request: dict[str, Any], fds: list[int], supervisor: int) -> No
         # By lines, so that what was printed survives a kill.
         stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
         sys.__dict__[name] = sys.__dict__[f"__{name}__"] = stream
-    sys.argv = [""]
     sys.path[:] = [request["scratch"], *sys.path, *request["packages"]]
-    builtins.__dict__.update(input=no_input, exit=sys.exit, quit=sys.exit)
     if request["seed"] is not None:
         seed_generators(request["seed"], "numpy" in request["code"])
 
@@ -333,10 +328,6 @@ def set_limit(kind: int, soft: int, hard: int | None = None) -> None:
     """Lower a limit, never above what this process itself may use."""
     _, current = resource.getrlimit(kind)
     resource.setrlimit(kind, (lower(soft, current), lower(soft if hard is None else hard, current)))
-
-
-def no_input(prompt: object = "") -> str:
-    raise EOFError("input() is not available: nobody is there to answer")
 
 
 def seed_generators(seed: int, numpy_too: bool) -> None:
@@ -353,71 +344,16 @@ def seed_generators(seed: int, numpy_too: bool) -> None:
 
 def execute(code: str, max_result: int, memory: int) -> dict[str, Any]:
     """Run `code` as the module `__main__`; what is returned are the `judge` fields."""
-    main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main
-    lines = code.splitlines(keepends=True)
-    linecache.cache[FILENAME] = (len(code), None, lines, FILENAME)
-    report: dict[str, Any] = {"status": "ok"}
-    try:
-        report["result"] = run_code(code, main.__dict__, max_result)
-    except SystemExit as exit:
-        if exit.code is not None and exit.code != 0:
-            report = {"status": "error", "error": f"SystemExit: {exit.code}"}
-    except MemoryError as error:
-        text = describe(error)
-        report = {"status": "memory", "error": f"{text}\n(the memory limit is {memory >> 20} MB)"}
-    except BaseException as error:
-        report = {"status": "error", "error": describe(error)}
+    outcome = semantics.run(code, FILENAME, semantics.main_module(), max_result, memory >> 20)
     # As an interpreter does at its end: wait for threads, run exit functions, flush.
     for finish in (threading._shutdown, atexit._run_exitfuncs, sys.__stdout__.flush, sys.__stderr__.flush):
         try:
             finish()
         except BaseException:
             pass
-    return report
+    status = "ok" if outcome.error is None else "memory" if outcome.limit == "memory" else "error"
+    return {"status": status, "error": outcome.error, "limit": outcome.limit, "result": outcome.result}
 
 
-def run_code(code: str, namespace: dict[str, Any], max_result: int) -> str | None:
-    """Execute; returns `repr` of a bare last expression, cut to `max_result` characters."""
-    tree = compile(code, FILENAME, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, FILENAME, "exec", dont_inherit=True), namespace)
-    if last is None:
-        return None
-    value = eval(compile(ast.Expression(last.value), FILENAME, "eval", dont_inherit=True), namespace)
-    if value is None:
-        return None
-    text = repr(value)
-    if len(text) <= max_result:
-        return text
-    half = max(1, max_result // 2)
-    return f"{text[:half]} ... [{len(text) - 2 * half} characters omitted] ... {text[-half:]}"
-
-
-def describe(error: BaseException) -> str:
-    """The traceback, reduced to lines of the code itself."""
-    try:
-        report = traceback.TracebackException.from_exception(error, compact=True)
-        keep_own_frames(report)
-        text = "".join(report.format()).rstrip("\n")
-    except BaseException:  # an exception whose own text cannot be made
-        text = type(error).__name__
-    return text if len(text) <= 4000 else f"{text[:1500]}\n...\n{text[-2400:]}"
-
-
-def keep_own_frames(report: traceback.TracebackException) -> None:
-    own = [frame for frame in report.stack if frame.filename == FILENAME]
-    if len(own) > 12:
-        own = own[:4] + own[-8:]
-    # Rebuilt without columns: the lines of carets say little for their length.
-    report.stack = traceback.StackSummary.from_list(
-        [(frame.filename, frame.lineno, frame.name, frame.line) for frame in own]
-    )
-    for linked in (report.__cause__, report.__context__):
-        if linked is not None:
-            keep_own_frames(linked)
-
-
-if __name__ == "__main__":
+def main() -> None:
     supervise()
