@@ -1,8 +1,8 @@
 """`slime-retool COMMAND`: the small tools beside training.
 
-    slime-retool doctor            what this host has of what a run needs
-    slime-retool train FLAGS       the same as python -m slime_retool.train
-    slime-retool view FILE         read dumped samples or evaluation transcripts
+slime-retool doctor            what this host has of what a run needs
+slime-retool train FLAGS       the same as python -m slime_retool.train
+slime-retool view FILE         read dumped samples or evaluation transcripts
 """
 
 from __future__ import annotations

@@ -108,8 +108,10 @@ class Loop:
         first = self._start()
         if first >= config.num_rollout:
             logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, config.num_rollout)
-        if config.eval_interval is not None and not config.skip_eval_before_train and (
-            first < config.num_rollout or config.num_rollout == 0
+        if (
+            config.eval_interval is not None
+            and not config.skip_eval_before_train
+            and (first < config.num_rollout or config.num_rollout == 0)
         ):
             self._evaluate(first - 1)
         bar = tqdm(
@@ -187,9 +189,7 @@ class Loop:
 
         config = self._config
         assert config.save is not None and config.save_hf is not None and config.hf_checkpoint is not None
-        convert_torch_dist_to_hf(
-            config.save, config.save_hf, config.hf_checkpoint, progress=not config.no_progress
-        )
+        convert_torch_dist_to_hf(config.save, config.save_hf, config.hf_checkpoint, progress=not config.no_progress)
         logger.info("wrote the Hugging Face checkpoint %s", config.save_hf)
 
 

@@ -101,11 +101,26 @@ def test_group_titles_come_from_the_docstrings():
 
 
 BAD = {
-    "world that TP x PP does not divide": ({"--actor-num-gpus-per-node": "3", "--tensor-model-parallel-size": "2"}, "2 x 1 = 2 does not divide"),
-    "heads that TP does not divide": ({"--actor-num-gpus-per-node": "8", "--tensor-model-parallel-size": "8"}, "key/value heads (2); use 2"),
-    "groups that TP does not divide": ({"--actor-num-gpus-per-node": "4", "--tensor-model-parallel-size": "4"}, "key/value heads (2); use 2"),
-    "layers that PP cannot spread": ({"--actor-num-gpus-per-node": "3", "--pipeline-model-parallel-size": "3"}, "--decoder-last-pipeline-num-layers"),
-    "more stages than layers": ({"--actor-num-gpus-per-node": "8", "--pipeline-model-parallel-size": "8"}, "use at most 4"),
+    "world that TP x PP does not divide": (
+        {"--actor-num-gpus-per-node": "3", "--tensor-model-parallel-size": "2"},
+        "2 x 1 = 2 does not divide",
+    ),
+    "heads that TP does not divide": (
+        {"--actor-num-gpus-per-node": "8", "--tensor-model-parallel-size": "8"},
+        "key/value heads (2); use 2",
+    ),
+    "groups that TP does not divide": (
+        {"--actor-num-gpus-per-node": "4", "--tensor-model-parallel-size": "4"},
+        "key/value heads (2); use 2",
+    ),
+    "layers that PP cannot spread": (
+        {"--actor-num-gpus-per-node": "3", "--pipeline-model-parallel-size": "3"},
+        "--decoder-last-pipeline-num-layers",
+    ),
+    "more stages than layers": (
+        {"--actor-num-gpus-per-node": "8", "--pipeline-model-parallel-size": "8"},
+        "use at most 4",
+    ),
     "a batch that does not divide": ({"--global-batch-size": "5"}, "multiple of --global-batch-size 5"),
     "a batch the ranks cannot share": ({"--actor-num-gpus-per-node": "3"}, "multiple of the 3 data-parallel ranks"),
     "missing prompt data": ({"--prompt-data": "/nowhere/x.jsonl"}, "no such file: /nowhere/x.jsonl"),
@@ -129,9 +144,12 @@ BAD = {
     "SFT without its rollout": ({"--loss-type": "sft_loss"}, "sft_rollout"),
     "context beyond the model": ({"--rollout-max-context-len": "9999"}, "512 positions"),
     "two warm-ups": ({"--lr-warmup-iters": "3", "--lr-warmup-fraction": "0.1"}, "one of --lr-warmup"),
-    "engines that do not divide": ({"--rollout-num-gpus": "3", "--rollout-num-gpus-per-engine": "2"}, "does not divide the 3 GPUs"),
+    "engines that do not divide": (
+        {"--rollout-num-gpus": "3", "--rollout-num-gpus-per-engine": "2"},
+        "does not divide the 3 GPUs",
+    ),
     "context parallel": ({"--actor-num-gpus-per-node": "2", "--context-parallel-size": "2"}, "must be 1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -146,7 +164,12 @@ def test_mistakes_are_refused_in_one_line(case: str, run_args):
 def train_cli(*tokens: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "slime_retool.train", *tokens], cwd="/", env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "slime_retool.train", *tokens],
+        cwd="/",
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -155,7 +178,10 @@ def train_cli(*tokens: str) -> subprocess.CompletedProcess[str]:
     [
         ({"--rollout-temprature": "1"}, "unknown flag --rollout-temprature; did you mean --rollout-temperature?"),
         ({"--prompt-data": "/nowhere/x.jsonl"}, "no such file: /nowhere/x.jsonl"),
-        ({"--actor-num-gpus-per-node": "3", "--tensor-model-parallel-size": "2"}, "does not divide the 3 training processes"),
+        (
+            {"--actor-num-gpus-per-node": "3", "--tensor-model-parallel-size": "2"},
+            "does not divide the 3 training processes",
+        ),
         ({"--global-batch-size": "5"}, "must be a multiple of --global-batch-size 5"),
     ],
 )

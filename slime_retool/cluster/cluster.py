@@ -1,8 +1,8 @@
 """Everything a run starts, owned in one place and ended whichever way the run ends.
 
-    with Cluster(config) as cluster:
-        start, state = cluster.start_trainers()
-        urls = cluster.start_engines()
+with Cluster(config) as cluster:
+    start, state = cluster.start_trainers()
+    urls = cluster.start_engines()
 """
 
 from __future__ import annotations

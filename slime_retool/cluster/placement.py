@@ -81,9 +81,7 @@ def place(config: Config) -> Placement:
             for i in range(wanted)
         ]
     )
-    slots = sorted(
-        (Slot(bundle, host, gpu) for bundle, (host, gpu) in enumerate(found)), key=lambda s: (s.host, s.gpu)
-    )
+    slots = sorted((Slot(bundle, host, gpu) for bundle, (host, gpu) in enumerate(found)), key=lambda s: (s.host, s.gpu))
     first = 0 if shared else config.world_size
     engines = [slots[first + i * per_engine : first + (i + 1) * per_engine] for i in range(own_engines)]
     for engine in engines:

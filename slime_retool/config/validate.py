@@ -275,9 +275,7 @@ def _check_checkpoints(config: Config) -> None:
 
 def _check_optimizer(config: Config) -> None:
     _require(config.lr > 0, f"--lr must be above 0, got {config.lr}")
-    _require(
-        0 <= config.min_lr <= config.lr, f"--min-lr must be between 0 and --lr {config.lr}, got {config.min_lr}"
-    )
+    _require(0 <= config.min_lr <= config.lr, f"--min-lr must be between 0 and --lr {config.lr}, got {config.min_lr}")
     _require(config.lr_warmup_iters >= 0, f"--lr-warmup-iters must be at least 0, got {config.lr_warmup_iters}")
     fraction = config.lr_warmup_fraction
     _require(fraction is None or 0 <= fraction < 1, f"--lr-warmup-fraction must be in [0, 1), got {fraction}")
