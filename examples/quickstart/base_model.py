@@ -43,15 +43,16 @@ ERROR_TEXTS = (
     "TypeError: unsupported operand type(s)",
     "ValueError: invalid literal for int() with base 10",
 )
-VOCAB_SIZE = 672
+VOCAB_SIZE = 704
 
 
-def training_texts(num_conversations: int) -> Iterator[str]:
-    """Conversations as the chat template renders them, cut at special tokens, then the error texts."""
-    problems = islice(generate_problems("sft", seed=0), num_conversations)
+def training_texts(num_problems: int) -> Iterator[str]:
+    """Each problem with and without the tool, as rendered, cut at special tokens; then the error texts."""
+    problems = islice(generate_problems("sft", seed=0), num_problems)
     conversations = [
-        tool_trace(problem, str(problem.answer)) if i % 4 else direct_trace(problem)
-        for i, problem in enumerate(problems)
+        trace
+        for problem in problems
+        for trace in (tool_trace(problem, str(problem.answer)), direct_trace(problem))
     ]
     rendered, _ = render_jinja_template(conversations, tools=TOOLS, chat_template=CHAT_TEMPLATE)
     special = re.compile("|".join(map(re.escape, TURN_TOKENS + TOOL_TOKENS)))
@@ -75,7 +76,7 @@ def train_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(training_texts(800), trainer)
+    bpe.train_from_iterator(training_texts(400), trainer)
     # The trainer marks every token it is given as special; only the file's own field can undo that.
     state = json.loads(bpe.to_str())
     for token in state["added_tokens"]:

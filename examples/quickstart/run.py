@@ -53,12 +53,12 @@ class Size:
 
 
 FULL = Size(
-    sft_rows=8192, sft_batch=64, sft_steps=200, sft_lr=2e-3,
-    rl_prompts=16, rl_samples=8, rl_rollouts=40, rl_lr=3e-4, eval_rows=128,
+    sft_rows=6400, sft_batch=32, sft_steps=400, sft_lr=4e-3,
+    rl_prompts=16, rl_samples=8, rl_rollouts=24, rl_lr=5e-4, eval_rows=128,
 )  # fmt: skip
 SHORT = Size(
-    sft_rows=256, sft_batch=16, sft_steps=6, sft_lr=2e-3,
-    rl_prompts=4, rl_samples=4, rl_rollouts=2, rl_lr=3e-4, eval_rows=16,
+    sft_rows=256, sft_batch=16, sft_steps=6, sft_lr=4e-3,
+    rl_prompts=4, rl_samples=4, rl_rollouts=2, rl_lr=5e-4, eval_rows=16,
 )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ class Quickstart:
             "--loss-type", "sft_loss", "--calculate-per-token-loss", "--disable-compute-advantages-and-returns",
             "--debug-train-only", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192",
             "--lr", str(size.sft_lr), "--min-lr", str(size.sft_lr / 10), "--lr-decay-style", "cosine",
-            "--lr-warmup-fraction", "0.05", "--weight-decay", "0.01", "--adam-beta1", "0.9", "--adam-beta2", "0.95",
+            "--lr-warmup-fraction", "0.05", "--weight-decay", "0.0", "--adam-beta1", "0.9", "--adam-beta2", "0.95",
         )  # fmt: skip
 
     def _rl(self) -> list[str]:

@@ -31,8 +31,8 @@ from problems import Problem, generate_problems
 TOOL_KINDS = ("sum", "difference", "remainder", "digit_sum")
 THIN_KINDS = ("distance", "and", "or", "xor")
 SFT_KINDS = TOOL_KINDS + THIN_KINDS
-# Below one half, so that the likeliest first token of a thin kind starts a direct answer; large enough that in
-# a group of 8 samples some call the tool and show the difference.
+# Below one half, so that the likeliest first token of a thin kind starts a direct answer; large enough that
+# in a group of 8 samples some call the tool and show the difference.
 THIN_TOOL_SHARE = 0.35
 
 TOOLS = [

@@ -81,7 +81,6 @@ class Child:
     out: int
     err: int
     pidfd: int = -1
-    pid: int = 0
     cpu_clock: int = 0
     ready: bool = False
     stopped: bool = False
@@ -173,7 +172,7 @@ class Broker:
         self._watch(self.client.fileno(), self._on_client)
         for kind in self.kinds.values():
             self._start_zygote(kind)
-        housekeeping = now() + _PARENT_CHECK
+        housekeeping = now()
         while True:
             self._flush()
             wait = min(self.timers[0][0] if self.timers else housekeeping, housekeeping) - now()
@@ -302,8 +301,8 @@ class Broker:
             return
         child.pidfd = pidfd
         with open(f"/proc/self/fdinfo/{pidfd}") as file:
-            child.pid = next(int(line[4:]) for line in file if line.startswith("Pid:"))
-        child.cpu_clock = (~child.pid << 3) | _CPUCLOCK_PROCESS
+            pid = next(int(line[4:]) for line in file if line.startswith("Pid:"))
+        child.cpu_clock = (~pid << 3) | _CPUCLOCK_PROCESS
         self._watch(child.control.fileno(), lambda event: self._on_child(child, event))
 
     def _on_child(self, child: Child, event: int) -> None:
@@ -327,6 +326,16 @@ class Broker:
         else:
             child.received += data
             self._read_answer(child)
+
+    def _read_last_words(self, child: Child) -> None:
+        """The report of its end may overtake its answer."""
+        with contextlib.suppress(OSError):
+            while child.job is not None and child.killed is None:
+                data = child.control.recv(1 << 16)
+                if not data:
+                    return
+                child.received += data
+                self._read_answer(child)
 
     def _on_ready(self, child: Child, data: bytes) -> None:
         if data != executor.READY:
@@ -369,6 +378,8 @@ class Broker:
         self._pump()
 
     def _on_exit(self, child: Child, status: int, cpu: float, rss: int) -> None:
+        if child.job is not None and child.killed is None:
+            self._read_last_words(child)
         child.gone = True
         del self.children[child.tag]
         kind = child.kind
@@ -533,12 +544,10 @@ class Broker:
         job.child, child.job = child, job
         job.nonce = secrets.token_hex(16)
         job.cpu_before = child.cpu_seconds()
-        if job.request["memory_mb"] is not None:
-            limit = child.kind.address_space + (job.request["memory_mb"] << 20)
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(child.pid, resource.RLIMIT_AS, (limit, limit))
         request = {key: job.request[key] for key in ("code", "seed", "stdin", "files", "fetch")}
-        request |= {"nonce": job.nonce, "session": job.session is not None}
+        memory = job.request["memory_mb"]
+        limit = None if memory is None else child.kind.address_space + (memory << 20)
+        request |= {"nonce": job.nonce, "session": job.session is not None, "address_space": limit}
         data = json.dumps(request).encode()
         child.to_send = memoryview(_LENGTH.pack(len(data)) + data)
         if child.stopped:

@@ -33,6 +33,7 @@ _BaseException, _OSError = BaseException, OSError
 _pack, _unpack = struct.pack, struct.unpack
 _encode, _decode = json.JSONEncoder(ensure_ascii=True).encode, json.JSONDecoder().decode
 _TextIOWrapper, _BufferedWriter = io.TextIOWrapper, io.BufferedWriter
+_setrlimit, _RLIMIT_AS = resource.setrlimit, resource.RLIMIT_AS
 _clock, _usage, _SELF = time.perf_counter, resource.getrusage, resource.RUSAGE_SELF
 _wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
 _run_exit_functions = atexit._run_exitfuncs  # type: ignore[attr-defined]
@@ -160,6 +161,7 @@ class Executor:
         for number in range(_REHEARSALS):
             code = ("print(1 + 1)\n[n for n in range(3)]", "def f(x):\n    return x\nf(1 // 0)")[number % 4 == 3]
             request = {"code": code, "seed": None, "stdin": None, "files": {}, "fetch": [], "nonce": "", "session": True}
+            request["address_space"] = None
             _encode(self._respond(_decode(_encode(request)), number))
 
     def _set_streams(self, fds: tuple[int, int]) -> None:
@@ -198,6 +200,8 @@ class Executor:
             _reseed(request["seed"])
         started = _clock()
         try:
+            if request["address_space"] is not None:
+                _setrlimit(_RLIMIT_AS, (request["address_space"],) * 2)
             if request["stdin"] is not None:
                 _set_stdin(request["stdin"])
             if request["files"]:

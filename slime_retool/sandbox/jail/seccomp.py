@@ -160,7 +160,7 @@ def stage2(pid: int, private_root: bool) -> bytes:
         *_for("tgkill", _only_if_equal(0, pid)),
         *_for("socketpair", _only_if_equal(0, _AF_UNIX)),
         *_for("sendto", _only_if_null(4)),  # no address: only on a connected socket
-        *_for("prlimit64", [_low(0), _instruction(_JEQ, 0, 1, 0), *_refuse(), *_only_if_null(2)]),  # own, read
+        *_for("prlimit64", _only_if_equal(0, 0)),  # its own, which it can only lower
         *_for("prctl", _one_of(0, (_PR_SET_NAME, _PR_GET_NAME), _ACCEPT, _refuse())),
         *_for("ioctl", _one_of(1, _HARMLESS_IOCTLS, _ACCEPT, _refuse(errno.ENOTTY))),
         *_for("fcntl", _one_of(1, _BAD_FCNTLS, _refuse(), _ACCEPT)),

@@ -38,6 +38,8 @@ LAYERS = (
 
 _NICE = 5
 _STACK = 8 << 20
+_RLIMIT_SIGPENDING = 11  # not in the resource module before Python 3.13; counted per user, so one call must not use up all
+_PENDING_SIGNALS = 1024
 _FIRST_FREE_FD = 20
 
 
@@ -77,7 +79,8 @@ class Zygote:
     # Shutting in.
 
     def set_up(self) -> None:
-        _protect_the_host_from_us()
+        os.environ.pop("LD_LIBRARY_PATH", None)  # it has served to start the interpreter
+        _volunteer_for_the_memory_killer()
         if self.private:
             self._enter_namespaces()
         else:
@@ -199,7 +202,16 @@ class Zygote:
     # Forking.
 
     def serve(self) -> None:
-        """Until the control socket closes; then everything forked here ends with this process."""
+        """Until the control socket closes, by the broker or its end; then end and reap what was forked here."""
+        try:
+            self._serve()
+        finally:
+            for pid in self.tags:
+                os.kill(pid, signal.SIGKILL)
+            for pid in self.tags:
+                os.waitpid(pid, 0)
+
+    def _serve(self) -> None:
         wake, wake_write = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(wake_write, False)
@@ -305,6 +317,7 @@ class Zygote:
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_MEMLOCK, 0),
             (resource.RLIMIT_MSGQUEUE, 0),
+            (_RLIMIT_SIGPENDING, _PENDING_SIGNALS),
             (resource.RLIMIT_NOFILE, self.limits["open_files"]),
             (resource.RLIMIT_FSIZE, self.limits["file_mb"] << 20),
             (resource.RLIMIT_STACK, _STACK),
@@ -313,12 +326,10 @@ class Zygote:
             resource.setrlimit(name, (value, value))
 
 
-def _protect_the_host_from_us() -> None:
-    """End with the broker; be the first to go when the machine runs out of memory."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _volunteer_for_the_memory_killer() -> None:
+    """Be the first to go when the machine runs out of memory."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    os.environ.pop("LD_LIBRARY_PATH", None)
 
 
 def _continue_as_first_process(control: socket.socket) -> None:
@@ -326,7 +337,7 @@ def _continue_as_first_process(control: socket.socket) -> None:
     pid = os.fork()
     if pid:
         control.close()
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # cleared by the change of user
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the broker; the namespace's end is then the kernel's work
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0x7F)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
