@@ -83,13 +83,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     write_checkpoint(work / "hf", flags)
     write_jsonl(build_prompt_rows("rl", args.prompts * args.rollouts, seed=0), work / "prompts.jsonl")
     convert = [sys.executable, str(ROOT / "tools" / "convert_hf_to_torch_dist.py"), *flags, "--force"]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples' / 'retool'}:{os.environ.get('PYTHONPATH', '')}"}
+    folders = [ROOT, ROOT / "examples" / "retool", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
     subprocess.run([*convert, "--hf-checkpoint", work / "hf", "--save", work / "torch_dist"], check=True, env=env)
     train = [
         sys.executable, "-m", "slime_retool.train", *flags,
         "--hf-checkpoint", work / "hf", "--ref-load", work / "torch_dist", "--prompt-data", work / "prompts.jsonl",
         "--custom-generate-function-path", "generate_with_retool.generate",
-        "--custom-rm-path", "generate_with_retool.reward_func", "--num-rollout", args.rollouts,
+        "--custom-rm-path", "rl_step_hooks.alternating_reward", "--num-rollout", args.rollouts,
         "--rollout-batch-size", args.prompts, "--n-samples-per-prompt", args.samples,
         "--rollout-max-response-len", args.response, "--rollout-max-context-len", args.response + 1024,
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens, "--output-dir", work / "run",

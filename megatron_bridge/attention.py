@@ -87,9 +87,7 @@ class RMSNorm(torch.nn.RMSNorm):
     tokens, so the weight is marked for Megatron's all-reduce of such gradients (`finalize_model_grads`).
     """
 
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
 """A throw-away container around the sandbox's attack tests, and what an attacked host looks like afterwards.
 
-`python jail_host.py CASES LEVEL UID` makes mount, process, network and IPC namespaces where the kernel lets it, plants secrets,
-becomes UID, runs the cases of a JSON-lines file in one sandbox and prints a JSON object: the failures by case.
+`python jail_host.py CASES LEVEL UID` makes mount, process, network and IPC namespaces where the kernel lets
+it, plants secrets,
+becomes UID, runs the cases of a JSON-lines file in one sandbox and prints a JSON object: the failures by
+case.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _MS_BIND, _MS_REC = 4096, 16384
 
 
 def enter_container(uid: int) -> None:
-    """Own namespaces; the interpreter and the checkout stay reachable for `uid` although a home may be closed to it."""
+    """Own namespaces; the interpreter and the checkout stay reachable for `uid` although a home may be
+    closed to it."""
     root = os.geteuid() == 0
     ids = os.getuid(), os.getgid()
     flags = namespaces.NEWNS | namespaces.NEWPID | namespaces.NEWNET | namespaces.NEWIPC
@@ -114,7 +117,10 @@ class AttackedHost:
     def damage(self) -> list[str]:
         now, found = self.files(), []
         if now != self.before:
-            found.append("files changed: " + ", ".join(p for p in now | self.before if now.get(p) != self.before.get(p)))
+            found.append(
+                "files changed: "
+                + ", ".join(p for p in now | self.before if now.get(p) != self.before.get(p))
+            )
         if self.reached:
             found.append("reached " + ", ".join(self.reached))
             self.reached.clear()
@@ -174,12 +180,16 @@ async def judge(box: Sandbox, case: dict[str, Any]) -> list[str]:
         result = await box.run(code, timeout=case.get("timeout"))
     took = time.monotonic() - started
     text, wrong = text_of(result), []
-    if result.status is Status.UNAVAILABLE or ("status" in case and result.status.value not in case["status"]):
+    if result.status is Status.UNAVAILABLE or (
+        "status" in case and result.status.value not in case["status"]
+    ):
         wrong.append(f"status {result.status.value}: {text[:200]}")
     if SECRET in text:
         wrong.append(f"the secret leaked: {text[:200]}")
     wrong += [f"{word!r} in the output: {text[:200]}" for word in case.get("never", ()) if word in text]
-    wrong += [f"{word!r} not in the output: {text[:300]}" for word in case.get("shows", ()) if word not in text]
+    wrong += [
+        f"{word!r} not in the output: {text[:300]}" for word in case.get("shows", ()) if word not in text
+    ]
     if "timeout" in case and took > case["timeout"] + 10:
         wrong.append(f"took {took:.1f} s")
     if len(text) > 200_000:

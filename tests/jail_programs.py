@@ -18,7 +18,8 @@ def _arithmetic(r: random.Random) -> Program:
 
 def _quadratic(r: random.Random) -> Program:
     p, q = sorted(r.sample(range(-20, 20), 2))
-    code = f"from sympy import symbols, solve\nx = symbols('x')\nprint(sorted(solve(x**2 - ({p + q})*x + ({p * q}), x)))"
+    code = "from sympy import symbols, solve\nx = symbols('x')\n"
+    code += f"print(sorted(solve(x**2 - ({p + q})*x + ({p * q}), x)))"
     return code, f"[{p}, {q}]"
 
 
@@ -48,7 +49,8 @@ def _lcm(r: random.Random) -> Program:
 
 def _base(r: random.Random) -> Program:
     n, base = r.randint(100, 5000), r.randint(2, 9)
-    code = f"def f(n):\n    s = ''\n    while n:\n        s = str(n % {base}) + s\n        n //= {base}\n    return s\nprint(int(f({n}), {base}))"
+    code = "def f(n):\n    s = ''\n    while n:\n"
+    code += f"        s = str(n % {base}) + s\n        n //= {base}\n    return s\nprint(int(f({n}), {base}))"
     return code, str(n)
 
 
@@ -69,7 +71,8 @@ def _countdown(r: random.Random) -> Program:
 
 def _derangements(r: random.Random) -> Program:
     n = r.randint(3, 7)
-    code = f"from itertools import permutations\nprint(sum(all(p[i] != i for i in range({n})) for p in permutations(range({n}))))"
+    code = "from itertools import permutations\n"
+    code += f"print(sum(all(p[i] != i for i in range({n})) for p in permutations(range({n}))))"
     count = round(math.factorial(n) * sum((-1) ** k / math.factorial(k) for k in range(n + 1)))
     return code, str(count)
 
@@ -114,13 +117,15 @@ while queue:
             seen.add(p)
             queue.append((p, d + 1))
 """
-    # The left and the upper edge hold no wall, nor does the right column's end: a monotone path is always there.
+    # The left and the upper edge hold no wall, nor does the right column's end: a monotone path is always
+    # there.
     return code, str(2 * (n - 1))
 
 
 def _number_sequence(r: random.Random) -> Program:
     a, b, n = r.randint(1, 5), r.randint(1, 5), r.randint(5, 30)
-    code = f"def f():\n    a, b = {a}, {b}\n    while True:\n        yield a\n        a, b = b, a + b\nfrom itertools import islice\nprint(list(islice(f(), {n}))[-1])"
+    code = f"def f():\n    a, b = {a}, {b}\n    while True:\n        yield a\n        a, b = b, a + b\n"
+    code += f"from itertools import islice\nprint(list(islice(f(), {n}))[-1])"
     x, y = a, b
     for _ in range(n - 1):
         x, y = y, x + y
@@ -129,8 +134,11 @@ def _number_sequence(r: random.Random) -> Program:
 
 def _zebra(r: random.Random) -> Program:
     people = r.sample(["Ann", "Bob", "Cid", "Dee"], 4)
-    clues = f"p.index('{people[0]}') < p.index('{people[1]}') < p.index('{people[2]}') and p[3] == '{people[3]}'"
-    code = f"from itertools import permutations\nprint([' '.join(p) for p in permutations(['Ann', 'Bob', 'Cid', 'Dee']) if {clues}])"
+    clues = (
+        f"p.index('{people[0]}') < p.index('{people[1]}') < p.index('{people[2]}') and p[3] == '{people[3]}'"
+    )
+    code = "from itertools import permutations\n"
+    code += f"print([' '.join(p) for p in permutations(['Ann', 'Bob', 'Cid', 'Dee']) if {clues}])"
     found = [" ".join(p) for p in permutations(people) if list(p) == people]
     return code, str(found)
 
@@ -138,7 +146,7 @@ def _zebra(r: random.Random) -> Program:
 KINDS: tuple[Callable[[random.Random], Program], ...] = (
     _arithmetic, _quadratic, _linear_system, _primes, _simplify_fraction, _lcm, _base, _countdown, _derangements,
     _sorting, _caesar, _polynomial, _integral, _shortest_path, _number_sequence, _zebra,
-)  # fmt: skip
+)
 
 
 def generate(count: int, seed: int) -> list[Program]:

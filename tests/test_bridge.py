@@ -232,7 +232,7 @@ def run_tool(name: str, *args: object) -> subprocess.CompletedProcess[str]:
 def test_the_command_lines_convert_there_and_back(bf16_checkpoints, tmp_path):
     source = bf16_checkpoints["qwen3"]
     flags = to_flags(dataclasses.replace(model_args_from_hf(read_hf_config(source)), rotary_base=1000000))
-    assert ["--rotary-base", "1000000"] == flags[flags.index("--rotary-base"):][:2]
+    assert ["--rotary-base", "1000000"] == flags[flags.index("--rotary-base") :][:2]
     # given twice, the last wins
     there = run_tool(
         "convert_hf_to_torch_dist.py", *flags, "--hf-checkpoint", source, "--rotary-base", 5000000,
@@ -315,8 +315,6 @@ def test_a_tied_checkpoint_may_hold_its_head_if_it_equals_the_embedding(bf16_che
 
 def test_weights_of_another_model_are_not_written_into_a_checkpoint(bf16_checkpoints, tmp_path):
     source = bf16_checkpoints["qwen2"]
-    convert_hf_to_torch_dist(
-        model_args_from_hf(read_hf_config(source)), source, tmp_path / "td", progress=False
-    )
+    convert_hf_to_torch_dist(model_args_from_hf(read_hf_config(source)), source, tmp_path / "td", progress=False)
     with pytest.raises(ValueError, match="another model|shape"):
         convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", bf16_checkpoints["qwen3"], progress=False)

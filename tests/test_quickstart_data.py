@@ -166,9 +166,7 @@ def test_the_template_puts_a_given_system_message_before_the_tools(tokenizer):
     assert with_tools.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     without = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert without == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nWhat is 1?<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 

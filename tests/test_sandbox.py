@@ -16,7 +16,15 @@ from typing import TypeVar
 import pytest
 
 from slime_retool.errors import ConfigError, ToolUnavailable
-from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, process_jail, run_sync
+from slime_retool.sandbox import (
+    Result,
+    Sandbox,
+    SandboxPolicy,
+    SandboxUnavailable,
+    Status,
+    process_jail,
+    run_sync,
+)
 from slime_retool.sandbox.jail.supervisor import HeadTail
 
 T = TypeVar("T")
@@ -68,9 +76,15 @@ HARMLESS = {
     "multi-line string": ('s = """a\n  b"""\nprint(repr(s))', "'a\\n  b'\n", None),
     "main": ("print(__name__)\nif __name__ == '__main__': print('yes')", "__main__\nyes\n", None),
     "dataclass": (
-        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\nprint(P(1))", "P(x=1)\n", None
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\nprint(P(1))",
+        "P(x=1)\n",
+        None,
     ),
-    "recursion": ("import sys\nsys.setrecursionlimit(5000)\nf = lambda n: n and 1 + f(n - 1)\nf(3000)", "", "3000"),
+    "recursion": (
+        "import sys\nsys.setrecursionlimit(5000)\nf = lambda n: n and 1 + f(n - 1)\nf(3000)",
+        "",
+        "3000",
+    ),
     "scratch file": ("open('a', 'w').write('1 2')\nprint(open('a').read())", "1 2\n", None),
     "own module": ("open('m.py', 'w').write('v = 4')\nimport m\nm.v", "", "4"),
     "isinstance and eval": ("print(isinstance(eval('3*4'), int), type('').__name__)", "True str\n", None),
@@ -182,12 +196,15 @@ def test_no_variable_of_ours_is_visible(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_code_cannot_break_later_calls_or_its_own_report() -> None:
     patch = "import builtins, json, os, sys, traceback\nos.write = json.dumps = traceback.TracebackException = None\n"
-    junk = "b'{\"status\": \"memory\"}' * 99"
+    junk = 'b\'{"status": "memory"}\' * 99'
     forge = f"for fd in range(3, 20):\n    try: os.write(fd, {junk})\n    except OSError: pass\n"
     close = "import os\nos.closerange(0, 100)"
 
     async def use(box: Sandbox) -> list[Result]:
-        return [await box.run(code) for code in (patch + "print(1)", "import os\n" + forge + "print(2)", close, "3")]
+        return [
+            await box.run(code)
+            for code in (patch + "print(1)", "import os\n" + forge + "print(2)", close, "3")
+        ]
 
     patched, forged, _, last = in_box(use)
     assert (patched.status, patched.stdout) == (Status.OK, "1\n")

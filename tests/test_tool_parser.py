@@ -139,9 +139,7 @@ code = st.text(max_size=40) | st.sampled_from(["</tool_call>", "<tool_call>\n{",
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(prose, code, st.sampled_from([None, 2]), st.booleans(), st.booleans()), max_size=4), prose
-)
+@given(st.lists(st.tuples(prose, code, st.sampled_from([None, 2]), st.booleans(), st.booleans()), max_size=4), prose)
 def test_calls_written_in_any_form_come_back_in_order(parts, tail: str) -> None:
     text, expected = "", []
     for before, source, indent, as_string, ascii_only in parts:

@@ -2,7 +2,7 @@
 
     python examples/quickstart/base_model.py --output-dir DIR [--seed N]
 
-About half a million parameters, weights drawn at random from the seed: it knows nothing, and SFT has to teach
+About a million parameters, weights drawn at random from the seed: it knows nothing, and SFT has to teach
 it everything. Two layers and width 128 learn to copy numbers in fewer steps than four layers do.
 
 The tokenizer is a byte-level BPE trained here on conversations rendered with the quickstart's chat template.
@@ -50,9 +50,7 @@ def training_texts(num_problems: int) -> Iterator[str]:
     """Each problem with and without the tool, as rendered, cut at special tokens; then the error texts."""
     problems = islice(generate_problems("sft", seed=0), num_problems)
     conversations = [
-        trace
-        for problem in problems
-        for trace in (tool_trace(problem, str(problem.answer)), direct_trace(problem))
+        trace for problem in problems for trace in (tool_trace(problem, str(problem.answer)), direct_trace(problem))
     ]
     rendered, _ = render_jinja_template(conversations, tools=TOOLS, chat_template=CHAT_TEMPLATE)
     special = re.compile("|".join(map(re.escape, TURN_TOKENS + TOOL_TOKENS)))
@@ -97,7 +95,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
-        intermediate_size=384,
+        intermediate_size=1024,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -54,11 +54,11 @@ class Size:
 
 FULL = Size(
     sft_rows=6400, sft_batch=32, sft_steps=400, sft_lr=4e-3,
-    rl_prompts=16, rl_samples=8, rl_rollouts=24, rl_lr=5e-4, eval_rows=128,
+    rl_prompts=16, rl_samples=8, rl_rollouts=24, rl_lr=3e-4, eval_rows=128,
 )  # fmt: skip
 SHORT = Size(
     sft_rows=256, sft_batch=16, sft_steps=6, sft_lr=4e-3,
-    rl_prompts=4, rl_samples=4, rl_rollouts=2, rl_lr=5e-4, eval_rows=16,
+    rl_prompts=4, rl_samples=4, rl_rollouts=2, rl_lr=3e-4, eval_rows=16,
 )  # fmt: skip
 
 
@@ -132,8 +132,8 @@ class Quickstart:
             "--custom-generate-function-path", "generate_with_retool.generate",
             "--custom-rm-path", "generate_with_retool.reward_func", "--reward-key", "score",
             "--eval-prompt-data", "held_out", str(self.out / "data" / "eval.jsonl"),
-            "--eval-temperature", "0", "--rollout-max-response-len", "160", "--max-turns", "4", "--max-tool-calls", "3",
-            "--max-observation-tokens", "32", "--rollout-max-context-len", "512", "--tool-concurrency", "4",
+            "--eval-temperature", "0", "--rollout-max-response-len", "64", "--max-turns", "4", "--max-tool-calls", "3",
+            "--max-observation-tokens", "32", "--rollout-max-context-len", "256", "--tool-concurrency", "4",
             "--prompt-data", str(self.out / "data" / "rl.jsonl"), "--rollout-shuffle",
             "--rollout-batch-size", str(self.size.rl_prompts), "--n-samples-per-prompt", str(self.size.rl_samples),
             "--dump-rollouts",

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-import pandas as pd
 from problems import Problem, generate_problems
 
 TOOL_KINDS = ("sum", "difference", "remainder", "digit_sum")
@@ -137,7 +136,9 @@ def build_prompt_rows(split: str, num_rows: int, seed: int) -> list[dict]:
 
 def write_sft(rows: Sequence[dict], path: Path) -> None:
     """Write SFT rows as parquet; a message without tool calls reads back with `tool_calls` None."""
-    pd.DataFrame(rows).to_parquet(path, index=False)
+    import pandas
+
+    pandas.DataFrame(rows).to_parquet(path, index=False)
 
 
 def write_jsonl(rows: Sequence[dict], path: Path) -> None:
@@ -164,9 +165,7 @@ def main() -> None:
     parser.add_argument("--rl-rows", type=int, default=1024)
     parser.add_argument("--eval-rows", type=int, default=128)
     args = parser.parse_args()
-    for split, path in write_all(
-        args.output_dir, args.seed, args.sft_rows, args.rl_rows, args.eval_rows
-    ).items():
+    for split, path in write_all(args.output_dir, args.seed, args.sft_rows, args.rl_rows, args.eval_rows).items():
         print(f"{split}: {path}")
 
 

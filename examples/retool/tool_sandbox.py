@@ -34,9 +34,7 @@ async def make_tools(args: Config) -> AsyncIterator[ToolRegistry]:
 
     Use it as `await current_context().resource("tools", make_tools)`.
     """
-    policy = SandboxPolicy(
-        timeout=args.tool_timeout, memory_mb=args.tool_memory_mb, concurrency=args.tool_concurrency
-    )
+    policy = SandboxPolicy(timeout=args.tool_timeout, memory_mb=args.tool_memory_mb, concurrency=args.tool_concurrency)
     async with Sandbox(policy) as box:
         yield ToolRegistry([code_interpreter(box)], retries=args.tool_retries)
 

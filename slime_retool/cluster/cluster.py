@@ -24,6 +24,12 @@ from slime_retool.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 60.0
+TRAINER_ENVIRONMENT = {
+    # SGLang's workers turn cuMem off; a NCCL group whose members disagree fails at its first broadcast.
+    "NCCL_CUMEM_ENABLE": "0",
+    # Megatron orders tensor-parallel communication and computation by a single hardware queue.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 
 
 class Cluster:
@@ -66,9 +72,10 @@ class Cluster:
         for rank in range(self._config.world_size):
             options: dict[str, Any] = {}
             if on_cuda:
+                options["runtime_env"] = {"env_vars": TRAINER_ENVIRONMENT}
                 slot = self._placement.trainers[rank]
                 share = 0.5 if self._config.colocate else 1
-                options = {"num_gpus": share, "scheduling_strategy": self._placement.strategy(slot)}
+                options |= {"num_gpus": share, "scheduling_strategy": self._placement.strategy(slot)}
             self._trainers.append(TrainerActor.options(**options).remote(self._config, rank))
         address, port = _get(self._trainers[0].rendezvous.remote())
         return _get([actor.start.remote(address, port) for actor in self._trainers])[0]

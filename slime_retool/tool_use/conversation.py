@@ -111,9 +111,7 @@ def _dummy(observations: Sequence[str]) -> list[Message]:
         "id": "call00001",
         "function": {"name": "probe", "arguments": {"code": _CALL_MARK}},
     }
-    results = [
-        {"role": "tool", "name": "probe", "tool_call_id": "call00001", "content": text} for text in observations
-    ]
+    results = [{"role": "tool", "name": "probe", "tool_call_id": "call00001", "content": text} for text in observations]
     return [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [call]},

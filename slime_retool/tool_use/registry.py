@@ -1,10 +1,10 @@
 """The tools a model may call. A tool is a schema and an async function:
 
-    async def now(arguments: dict) -> str:
-        return datetime.now(ZoneInfo(arguments["zone"])).isoformat()
+async def now(arguments: dict) -> str:
+    return datetime.now(ZoneInfo(arguments["zone"])).isoformat()
 
-    zone = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
-    registry = ToolRegistry([Tool("now", "The time in a time zone.", zone, now)])
+zone = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
+registry = ToolRegistry([Tool("now", "The time in a time zone.", zone, now)])
 """
 
 from __future__ import annotations

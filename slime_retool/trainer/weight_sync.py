@@ -27,7 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from slime_retool.trainer.gather import hf_named_tensors
 
 BUCKET_BYTES = 512 * 2**20
 Bucket = list[tuple[str, Tensor]]
+R = TypeVar("R")
 
 
 def buckets(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
@@ -196,21 +197,12 @@ class WeightSync:
             engine.init_weights_update_group(self.host, port, offsets[engine.url], world_size, self.group_name, backend)
 
         def trainer_joins(futures: list[Future[None]]) -> None:
-            made: Future[dist.ProcessGroup] = Future()
+            address = f"tcp://{_bracketed(self.host)}:{port}"
 
-            def make() -> None:
-                try:
-                    address = f"tcp://{_bracketed(self.host)}:{port}"
-                    made.set_result(_process_group(backend, address, world_size, self.group_name, self.timeout))
-                except Exception as error:
-                    made.set_exception(error)
+            def make() -> dist.ProcessGroup:
+                return _process_group(backend, address, world_size, self.group_name, self.timeout)
 
-            # A daemon: when an engine refuses to join, nothing but its timeout ends the wait for it.
-            threading.Thread(target=make, daemon=True, name="weight-sync-join").start()
-            while not made.done():
-                _raise_first(futures)
-                time.sleep(0.005)
-            self._group = made.result()
+            self._group = _unless_refused(make, futures)
 
         self._every_engine(engine_joins, trainer_joins)
 
@@ -223,7 +215,11 @@ class WeightSync:
             engine.update_weights_from_distributed(names, dtypes, shapes, self.group_name, version)
 
         def send(futures: list[Future[None]]) -> None:
-            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in bucket]
+            def broadcast() -> list[dist.Work]:
+                return [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in bucket]
+
+            # NCCL connects inside the first broadcast, and would wait there for an engine that has given up.
+            works = _unless_refused(broadcast, futures)
             deadline = time.monotonic() + self.timeout
             while not all(work.is_completed() for work in works):
                 _raise_first(futures)  # an engine that refused will never take part in the broadcast
@@ -271,6 +267,29 @@ class WeightSync:
             self._aborted.append(self._group)
         dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _unless_refused(call: Callable[[], R], futures: Sequence[Future[None]]) -> R:
+    """The result of `call`, or the first engine's error as soon as there is one.
+
+    `call` runs in a daemon thread: once an engine has refused, nothing but its own timeout would end it.
+    """
+    result: Future[R] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread starts on device 0
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="weight-sync").start()
+    while not result.done():
+        _raise_first(futures)
+        time.sleep(0.001)
+    return result.result()
 
 
 def _raise_first(futures: Sequence[Future[None]]) -> None:

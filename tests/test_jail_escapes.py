@@ -1,0 +1,212 @@
+"""Hostile code fails at every layer, as root and as an ordinary user, and each layer stops something of its
+own.
+
+The attacks run in a throw-away container (`jail_host`), where secrets are planted and listeners wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jail_host
+import pytest
+from test_jail import AVAILABLE, LEVELS, in_box
+
+from slime_retool.sandbox import Result, Sandbox, Status
+
+TESTS = Path(__file__).parent
+USERS = (0, 1000) if os.getuid() == 0 else (os.getuid(),)
+
+
+@pytest.mark.parametrize("uid", USERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_hostile_code_fails(level: str, uid: int) -> None:
+    cases = TESTS / "data" / "jail_hostile.jsonl"
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "jail_host.py"), str(cases), level, str(uid)],
+        capture_output=True, text=True, timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    if not AVAILABLE[level]:
+        assert f"isolation '{level}' is not available: layer" in answer["unavailable"]
+        return
+    assert answer == {"cases": len(cases.read_text().splitlines()), "failures": {}}
+
+
+def test_the_attacks_succeed_where_nothing_stops_them(tmp_path: Path) -> None:
+    """Otherwise the proof above would be empty: the same attacks at level `none` do harm."""
+    wanted = {"known secret", "open file of the host", "loopback", "unix socket", "abstract socket", "fork"}
+    lines = (TESTS / "data" / "jail_hostile.jsonl").read_text().splitlines()
+    chosen = [line for line in lines if any(name in json.loads(line)["id"] for name in wanted)]
+    (tmp_path / "cases.jsonl").write_text("\n".join(chosen))
+    code = (
+        "import sys, jail_host\nfrom slime_retool.sandbox import Sandbox\n"
+        "async def stats(self): return {'running': 0, 'queued': 0, 'children': 0, 'sessions': 0, 'idle': "
+        "{}}\n"
+        "Sandbox.stats = stats\njail_host.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "cases.jsonl"), "none", str(os.getuid())],
+        capture_output=True, text=True, timeout=100, cwd=TESTS,
+    )
+    failures = json.loads(done.stdout)["failures"]
+    assert len(failures) >= len(wanted), (failures, done.stderr)
+
+
+# What each layer stops: code that says "held" with the layer and does not without it. Layers overlap on
+# purpose; where
+# two stop the same thing, the other one is switched off as well.
+HOLDS = {
+    "user": None,
+    "environment": ("import os\n'held' if 'HOST_API_KEY' not in os.environ else 'broken'", ()),
+    "mount": ("import os\n'broken' if os.path.exists('/proc/self') or os.path.exists('/var/lib') else 'held'", ()),
+    "pid": ("import os\n'held' if (os.getpid(), os.getppid()) == (1, 0) else 'broken'", ()),
+    "uts": ("import os\n'held' if os.uname().nodename == 'sandbox' else 'broken'", ()),
+    "net": (
+        "import socket\ntry: socket.create_connection(('127.0.0.1', {port}), 5); r = 'broken'\nexcept "
+        "OSError: r = 'held'\nr",
+        ("seccomp", "landlock"),
+    ),
+    "ipc": (
+        "import ctypes\n'broken' if ctypes.CDLL(None).shmget({key}, 64, 0) >= 0 else 'held'",
+        ("seccomp",),
+    ),
+    "landlock": ("try: open('/dev/urandom', 'wb').write(b'x'); r = 'broken'\nexcept OSError: r = 'held'\nr", ()),
+    "seccomp": ("import os\ntry:\n    os.fork() or os._exit(0)\n    r = 'broken'\nexcept OSError: r = 'held'\nr", ()),
+    "capabilities": (
+        "import os\nopen('f', 'w').close()\nos.chmod('f', 0)\n"
+        "try: open('f'); r = 'broken'\nexcept OSError: r = 'held'\nr",
+        (),
+    ),
+    "rlimits": ("try: x = bytearray(3 << 30); r = 'broken'\nexcept MemoryError: r = 'held'\nr", ()),
+}
+HOLDS_LANDLOCK = {
+    "landlock": ("try: open({own!r}); r = 'broken'\nexcept OSError: r = 'held'\nr", ()),
+    "seccomp": HOLDS["seccomp"],
+    "rlimits": HOLDS["rlimits"],
+    "environment": HOLDS["environment"],
+}
+
+
+def outcome(level: str, code: str, without: tuple[str, ...], values: dict[str, object]) -> str | None:
+    async def use(box: Sandbox) -> Result:
+        return await box.run(code.format(**values) if "{" in code else code, timeout=20)
+
+    return in_box(level, use, without).result
+
+
+@pytest.mark.parametrize(
+    ("level", "layer"),
+    [("namespaces", name) for name, probe in HOLDS.items() if probe]
+    + [("landlock", name) for name in HOLDS_LANDLOCK],
+)
+def test_a_layer_switched_off_lets_something_through(
+    level: str, layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ctypes
+    import socket
+
+    code, others = (HOLDS if level == "namespaces" else HOLDS_LANDLOCK)[layer]
+    monkeypatch.setenv("HOST_API_KEY", "x")
+    libc = ctypes.CDLL(None)
+    key = 0x5EC0 + os.getpid()
+    segment = libc.shmget(key, 64, 0o1666)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        values = {"port": server.getsockname()[1], "key": key, "own": __file__}
+        try:
+            assert outcome(level, code, others, values) == "'held'"
+            assert outcome(level, code, (*others, layer), values) != "'held'"
+        finally:
+            libc.shmctl(segment, 0, None)
+
+
+def test_without_the_freeze_a_thread_runs_between_cells() -> None:
+    cell = "import threading\ndef f():\n    while True: pass\nthreading.Thread(target=f, daemon=True).start()"
+
+    async def use(box: Sandbox) -> int:
+        await box.session("s").run(cell)
+        before = jail_host.cpu_ticks("boot.py")
+        await asyncio.sleep(0.6)
+        return jail_host.cpu_ticks("boot.py") - before
+
+    assert in_box("namespaces", use, ("freeze",)) > 10
+
+
+def test_every_namespace_is_another_than_ours() -> None:
+    """As the kernel names them from outside."""
+
+    async def use(box: Sandbox) -> dict[str, bool]:
+        await box.session("s").run("1")
+        ours = {
+            name: os.readlink(f"/proc/self/ns/{name}")
+            for name in ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
+        }
+        broker = box._jail._client.broker_pid
+        child = deepest(broker)
+        return {name: os.readlink(f"/proc/{child}/ns/{name}") != link for name, link in ours.items()}
+
+    assert all(in_box("namespaces", use).values())
+
+
+def deepest(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return deepest(int(children[-1])) if children else pid
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("victim", ["client", "broker"])
+def test_sigkill_of_client_or_broker_leaves_nothing_behind(level: str, victim: str, tmp_path: Path) -> None:
+    code = f"""
+import asyncio, sys
+from slime_retool.sandbox import *
+async def main():
+    async with Sandbox(SandboxPolicy(isolation={level!r}, packages=())) as box:
+        await box.session("s").run("x = 1")
+        calls = [asyncio.ensure_future(box.run("while True: pass", timeout=600)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        print(box._jail._client.broker_pid, flush=True)
+        print([call.status.value for call in await asyncio.gather(*calls)], flush=True)
+try: asyncio.run(main())
+except SandboxUnavailable: print("0")
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(TESTS.parent)}
+    before = set(jail_host.processes("boot.py"))
+    client = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    broker = int(client.stdout.readline())
+    if not AVAILABLE[level]:
+        assert broker == 0
+        return
+    assert set(jail_host.processes("boot.py")) - before
+    os.kill(client.pid if victim == "client" else broker, signal.SIGKILL)
+    said = client.stdout.read()
+    client.wait(30)
+    client.stdout.close()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (
+        set(jail_host.processes("boot.py")) - before or list(tmp_path.iterdir())
+    ):
+        time.sleep(0.05)
+    assert (set(jail_host.processes("boot.py")) - before, list(tmp_path.iterdir())) == (set(), [])
+    assert victim == "client" or said == f"{[Status.UNAVAILABLE.value] * 4}\n"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_many_calls_with_floods_timeouts_and_kills_leave_nothing_behind(level: str) -> None:
+    from benchmarks import sandbox_soak
+
+    async def use(box: Sandbox) -> sandbox_soak.Report:
+        return await sandbox_soak.soak(box, calls=250, callers=8, seed=3)
+
+    report = in_box(level, use)
+    assert report.problems == []
+    assert sum(report.statuses.values()) == 250 and report.statuses["ok"] > 100
