@@ -35,7 +35,7 @@ from slime_retool.sandbox import Sandbox, SandboxPolicy
 PROGRAMS = {
     "print": "print(6 * 7)",
     "sympy": "from sympy import symbols, solve\nx = symbols('x')\nprint(solve(x**2 - 5*x + 6, x))",
-    "cpu50": "import time\nt = time.process_time()\nwhile time.process_time() < t + 0.05: pass\nprint('done')",
+    "cpu50": "from time import *\nt = process_time()\nwhile process_time() < t + 0.05: pass\nprint('done')",
 }
 EXPECTED = {"print": "42", "sympy": "[2, 3]", "cpu50": "done"}
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import contextlib
 import json
 import os
 import random
@@ -32,7 +33,8 @@ MIX = (
     ("x = bytearray(10**11)", 10.0, ("memory",)),
     ("import os\nos._exit(3)", 10.0, ("error",)),
     (
-        "import threading, time\nfor _ in range(5): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+        "import threading, time\nfor _ in range(5): threading.Thread(target=time.sleep, args=(9,), "
+        "daemon=True).start()",
         10.0,
         ("ok",),
     ),
@@ -58,6 +60,16 @@ def family(pid: int) -> dict[int, str]:
     found = {pid: state}
     for child in children:
         found |= family(int(child))
+    return found
+
+
+def leaves(pid: int) -> list[int]:
+    """Processes without children: those of the calls, and the idle ones."""
+    found = []
+    for member in family(pid):
+        with contextlib.suppress(OSError):
+            if not Path(f"/proc/{member}/task/{member}/children").read_text():
+                found.append(member)
     return found
 
 
@@ -104,11 +116,8 @@ async def soak(box: Sandbox, calls: int, callers: int, seed: int) -> Report:
             if done == max(1, calls // 10):
                 report.broker_kb.append(resident_kb(broker))
             if r.random() < 0.01:
-                leaves = [pid for pid in family(broker) if not Path(f"/proc/{pid}/task/{pid}/children").read_text()]
-                try:
-                    os.kill(r.choice(leaves), signal.SIGKILL)
-                except (ProcessLookupError, IndexError):
-                    pass
+                with contextlib.suppress(OSError, IndexError):  # it may have ended by itself
+                    os.kill(r.choice(leaves(broker)), signal.SIGKILL)
 
     await asyncio.gather(*(caller() for _ in range(callers)))
     stats = await settle(box)

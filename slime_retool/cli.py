@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from slime_retool.sandbox.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable
+
 REQUIRED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "datasets", "aiohttp")
 OPTIONAL = ("transformer-engine", "wandb", "tensorboard", "math-verify", "numpy", "sympy")
 
@@ -35,7 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     view.add_argument("--index", type=int, help="show only the sample with this index")
     view.add_argument("--limit", type=int, default=5, help="how many samples to show (default: %(default)s)")
     view.add_argument("--wrong", action="store_true", help="only samples whose reward is not positive")
+    sandbox = commands.add_parser("sandbox", help="the sandbox as a service")
+    serve = sandbox.add_subparsers(dest="action", required=True).add_parser(
+        "serve", help="speak SandboxFusion's /run_code; there is no authentication: keep it on a private address"
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8080, help="port to listen on (default: %(default)s)")
+    serve.add_argument("--isolation", choices=ISOLATION_LEVELS, default=ISOLATION_LEVELS[0], help="see docs/sandbox.md")
+    serve.add_argument("--concurrency", type=int, default=16, help="calls that run at once (default: %(default)s)")
     args = parser.parse_args(arguments)
+    if args.command == "sandbox":
+        return serve_sandbox(args.host, args.port, SandboxPolicy(args.isolation, concurrency=args.concurrency))
     if args.command == "doctor":
         return doctor()
     return show(args.file, index=args.index, limit=args.limit, wrong=args.wrong)
@@ -63,6 +75,19 @@ def doctor() -> int:
     if missing:
         print(f"\n{missing} required package(s) missing: run `make install` (CPU) or pip install -e '.[gpu]'")
     return int(missing > 0)
+
+
+def serve_sandbox(host: str, port: int, policy: SandboxPolicy) -> int:
+    """Serve until interrupted. Returns 1 where the isolation level cannot be had."""
+    from slime_retool.sandbox.server import serve
+
+    print(f"sandbox ({policy.isolation}) on http://{host}:{port}/run_code", file=sys.stderr)
+    try:
+        serve(host, port, policy)
+    except SandboxUnavailable as error:
+        print(f"slime-retool sandbox serve: error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def show(path: Path, *, index: int | None, limit: int, wrong: bool) -> int:

@@ -106,7 +106,7 @@ class Loop:
         config = self._config
         assert config.num_rollout is not None
         first = self._start()
-        if first >= config.num_rollout:
+        if first >= config.num_rollout > 0:
             logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, config.num_rollout)
         if (
             config.eval_interval is not None

@@ -118,8 +118,7 @@ class AttackedHost:
         now, found = self.files(), []
         if now != self.before:
             found.append(
-                "files changed: "
-                + ", ".join(p for p in now | self.before if now.get(p) != self.before.get(p))
+                "files changed: " + ", ".join(p for p in now | self.before if now.get(p) != self.before.get(p))
             )
         if self.reached:
             found.append("reached " + ", ".join(self.reached))
@@ -180,16 +179,12 @@ async def judge(box: Sandbox, case: dict[str, Any]) -> list[str]:
         result = await box.run(code, timeout=case.get("timeout"))
     took = time.monotonic() - started
     text, wrong = text_of(result), []
-    if result.status is Status.UNAVAILABLE or (
-        "status" in case and result.status.value not in case["status"]
-    ):
+    if result.status is Status.UNAVAILABLE or ("status" in case and result.status.value not in case["status"]):
         wrong.append(f"status {result.status.value}: {text[:200]}")
     if SECRET in text:
         wrong.append(f"the secret leaked: {text[:200]}")
     wrong += [f"{word!r} in the output: {text[:200]}" for word in case.get("never", ()) if word in text]
-    wrong += [
-        f"{word!r} not in the output: {text[:300]}" for word in case.get("shows", ()) if word not in text
-    ]
+    wrong += [f"{word!r} not in the output: {text[:300]}" for word in case.get("shows", ()) if word not in text]
     if "timeout" in case and took > case["timeout"] + 10:
         wrong.append(f"took {took:.1f} s")
     if len(text) > 200_000:

@@ -134,9 +134,7 @@ def _number_sequence(r: random.Random) -> Program:
 
 def _zebra(r: random.Random) -> Program:
     people = r.sample(["Ann", "Bob", "Cid", "Dee"], 4)
-    clues = (
-        f"p.index('{people[0]}') < p.index('{people[1]}') < p.index('{people[2]}') and p[3] == '{people[3]}'"
-    )
+    clues = f"p.index('{people[0]}') < p.index('{people[1]}') < p.index('{people[2]}') and p[3] == '{people[3]}'"
     code = "from itertools import permutations\n"
     code += f"print([' '.join(p) for p in permutations(['Ann', 'Bob', 'Cid', 'Dee']) if {clues}])"
     found = [" ".join(p) for p in permutations(people) if list(p) == people]
@@ -144,8 +142,22 @@ def _zebra(r: random.Random) -> Program:
 
 
 KINDS: tuple[Callable[[random.Random], Program], ...] = (
-    _arithmetic, _quadratic, _linear_system, _primes, _simplify_fraction, _lcm, _base, _countdown, _derangements,
-    _sorting, _caesar, _polynomial, _integral, _shortest_path, _number_sequence, _zebra,
+    _arithmetic,
+    _quadratic,
+    _linear_system,
+    _primes,
+    _simplify_fraction,
+    _lcm,
+    _base,
+    _countdown,
+    _derangements,
+    _sorting,
+    _caesar,
+    _polynomial,
+    _integral,
+    _shortest_path,
+    _number_sequence,
+    _zebra,
 )
 
 

@@ -89,6 +89,48 @@ def test_trainer_and_engine_agree_before_and_after_a_weight_update(model: Path, 
 # The command line, and what is left of it
 
 
+def test_a_killed_run_resumes_with_the_same_losses(model: Path, tmp_path: Path):
+    """SFT of five steps in one go, and killed after its second step's checkpoint: the same figures to the last bit."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n * 7)}]}
+        for n in range(9)
+    ]
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def sft(name: str) -> list[str]:
+        values = {
+            "device": "cpu", "hf_checkpoint": model / "hf", "ref_load": model / "torch_dist",
+            "prompt_data": tmp_path / "sft.jsonl", "input_key": "messages", "loss_type": "sft_loss",
+            "rollout_function_path": "slime_retool.rollout.sft_rollout.generate_rollout",
+            "num_rollout": 5, "rollout_batch_size": 4, "lr": 1e-3, "lr_decay_style": "cosine",
+            "save": tmp_path / name / "save", "load": tmp_path / name / "save", "save_interval": 1,
+            "output_dir": tmp_path / name,
+        }  # fmt: skip
+        flags = [token for key, value in values.items() for token in ("--" + key.replace("_", "-"), str(value))]
+        switches = ["--debug-train-only", "--calculate-per-token-loss", "--rollout-shuffle", "--no-progress"]
+        return [sys.executable, "-m", "slime_retool.train", *flags, *switches]
+
+    whole, _ = start(sft("whole"))
+    output, _ = whole.communicate(timeout=200)
+    assert whole.returncode == 0, output
+    killed, run = start(sft("killed"))
+    saved = tmp_path / "killed" / "save" / "latest_checkpointed_iteration.txt"
+    while not (saved.exists() and int(saved.read_text()) >= 1):
+        assert killed.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.005)
+    for pid in processes_of(run):
+        os.kill(pid, signal.SIGKILL)
+    killed.wait(timeout=60)
+    resumed, _ = start(sft("killed"))
+    output, _ = resumed.communicate(timeout=200)
+    assert resumed.returncode == 0, output
+    figures = [
+        [(row["step"], row["train/loss"], row["train/grad_norm"], row["train/lr"]) for row in read_metrics(path)]
+        for path in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "killed" / "metrics.jsonl")
+    ]
+    assert len(figures[0]) == 5 and figures[0] == figures[1]
+
+
 def command(model: Path, output: Path, **changes: object) -> list[str]:
     values = rl_values(model, output) | {
         "hf_checkpoint": model / "hf", "device": "cpu", "sglang_max_total_tokens": 16384, **changes,

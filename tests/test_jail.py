@@ -42,9 +42,7 @@ def available(level: str) -> bool:
 AVAILABLE = {level: available(level) for level in LEVELS}
 
 
-def in_box(
-    level: str, use: Callable[[Sandbox], Awaitable[T]], without: tuple[str, ...] = (), **options: object
-) -> T:
+def in_box(level: str, use: Callable[[Sandbox], Awaitable[T]], without: tuple[str, ...] = (), **options: object) -> T:
     """`use` in a sandbox of that level; where the kernel has no such level, asserts the refusal instead."""
     options.setdefault("packages", ())
     options.setdefault("concurrency", 4)
@@ -82,8 +80,11 @@ def test_programs_for_puzzles_give_their_known_answers_all_at_once(level: str) -
         return list(await asyncio.gather(*(box.run(code, timeout=60) for code, _ in programs)))
 
     results = in_box(level, use, packages=("numpy", "sympy"))
-    wrong = [(code, answer, result) for (code, answer), result in zip(programs, results, strict=True)
-             if result.stdout.strip() != answer]
+    wrong = [
+        (code, answer, result)
+        for (code, answer), result in zip(programs, results, strict=True)
+        if result.stdout.strip() != answer
+    ]
     assert wrong == []
 
 
@@ -94,9 +95,7 @@ def test_a_session_keeps_variables_and_a_one_shot_does_not(level: str) -> None:
         await session.run("x = 3\ndef f(n): return n + x")
         await box.run("x = 4")
         await other.run("x = 5")
-        cells = [
-            await s.run(c) for s, c in ((session, "f(1)"), (other, "x"), (session, "_ + 1"), (session, "1/0"))
-        ]
+        cells = [await s.run(c) for s, c in ((session, "f(1)"), (other, "x"), (session, "_ + 1"), (session, "1/0"))]
         session.close()
         cells.append(await session.run("x"))
         return [cell.result or cell.error for cell in cells]
@@ -178,9 +177,7 @@ def test_cpu_time_is_limited_per_cell_and_not_per_session(level: str) -> None:
         ]
 
     *cells, last = in_box(level, use, cpu_timeout=0.8)
-    assert [cell.status for cell in cells] == [Status.OK] * 4 and all(
-        0.2 < cell.cpu_s < 0.8 for cell in cells
-    )
+    assert [cell.status for cell in cells] == [Status.OK] * 4 and all(0.2 < cell.cpu_s < 0.8 for cell in cells)
     assert (last.status, last.limit) == (Status.TIMEOUT, "cpu")
 
 
@@ -203,9 +200,7 @@ def test_output_keeps_head_and_tail_also_of_a_killed_call(level: str) -> None:
 
     for result in in_box(level, use, max_output_bytes=4000):
         assert result.truncated and len(result.stdout) < 4200
-        assert result.stdout.startswith("HEAD\n0 x") and result.stdout.endswith(
-            "2999 " + "x" * 50 + "\nTAIL\n"
-        )
+        assert result.stdout.startswith("HEAD\n0 x") and result.stdout.endswith("2999 " + "x" * 50 + "\nTAIL\n")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -242,9 +237,7 @@ def test_a_seed_makes_random_numbers_repeatable(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_waiting_is_not_run_time_and_a_full_queue_is_an_outage(level: str) -> None:
     async def use(box: Sandbox) -> list[Result]:
-        return list(
-            await asyncio.gather(*(box.run("import time\ntime.sleep(0.2)", timeout=5) for _ in range(9)))
-        )
+        return list(await asyncio.gather(*(box.run("import time\ntime.sleep(0.2)", timeout=5) for _ in range(9))))
 
     results = in_box(level, use, concurrency=2, max_queue=6)
     outages = [result for result in results if result.status is Status.UNAVAILABLE]
@@ -316,8 +309,7 @@ def test_zygote_and_broker_are_replaced_when_they_die(level: str) -> None:
 def test_only_chosen_packages_can_be_imported(level: str) -> None:
     async def use(box: Sandbox) -> list[Result]:
         return [
-            await box.run(f"import {name}\n{name}.__name__")
-            for name in ("numpy", "mpmath", "pytest", "pip", "aiohttp")
+            await box.run(f"import {name}\n{name}.__name__") for name in ("numpy", "mpmath", "pytest", "pip", "aiohttp")
         ]
 
     results = in_box(level, use, packages=("numpy", "mpmath"))
@@ -350,17 +342,15 @@ except SandboxUnavailable as error:
     if AVAILABLE["namespaces"]:
         done = subprocess.run(
             [sys.executable, "-c", code.format(change=no_namespaces, level="namespaces")],
-            cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60,
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert (
-            "refused: sandbox isolation 'namespaces' is not available: layer 'user and other namespaces'"
-            in done.stdout
+            "refused: sandbox isolation 'namespaces' is not available: layer 'user and other namespaces'" in done.stdout
         )
-        assert (
-            "[Errno 28]" in done.stdout
-            and "max_user_namespaces" in done.stdout
-            and "'landlock'" in done.stdout
-        )
+        assert "[Errno 28]" in done.stdout and "max_user_namespaces" in done.stdout and "'landlock'" in done.stdout
 
 
 @pytest.mark.parametrize("abi", [1, 2])
@@ -380,18 +370,14 @@ def test_landlock_abi_1_and_2_are_refused_with_the_version_that_is_needed(
     }
     monkeypatch.setattr(landlock, "abi_version", lambda: abi)
     monkeypatch.setattr(landlock, "syscall", lambda *_: os.open("/dev/null", os.O_RDONLY))
-    with pytest.raises(
-        OSError, match=rf"ABI {abi} cannot deny truncating a file, which needs ABI 3 \(Linux 6.2\)"
-    ):
+    with pytest.raises(OSError, match=rf"ABI {abi} cannot deny truncating a file, which needs ABI 3 \(Linux 6.2\)"):
         zygote.Zygote(control, config)._rules()
 
 
 def test_level_none_is_loud_and_has_no_sessions(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert run_sync("1", SandboxPolicy(isolation="none")).result == "1"
-    assert [record.levelname for record in caplog.records if "ISOLATION IS OFF" in record.message] == [
-        "WARNING"
-    ] * 2
+    assert [record.levelname for record in caplog.records if "ISOLATION IS OFF" in record.message] == ["WARNING"] * 2
     with pytest.raises(ConfigError, match="sessions need"):
         Sandbox(SandboxPolicy(isolation="none")).session("s")
 
@@ -404,9 +390,7 @@ def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_event_loop_goes_on_during_floods() -> None:
     async def use(box: Sandbox) -> float:
-        calls = [
-            asyncio.ensure_future(box.run("while True: print('x' * 9999)", timeout=1.0)) for _ in range(8)
-        ]
+        calls = [asyncio.ensure_future(box.run("while True: print('x' * 9999)", timeout=1.0)) for _ in range(8)]
         ticks = 0
         while not all(call.done() for call in calls):
             await asyncio.sleep(0.002)
@@ -424,9 +408,33 @@ def test_both_architectures_have_every_name_the_filters_use() -> None:
     assert names <= set(x86)
     # aarch64 has no call that a newer one replaces.
     assert names - set(arm) == {
-        "open", "creat", "stat", "lstat", "access", "readlink", "getdents", "dup2", "pipe", "pause", "alarm", "time",
-        "getpgrp", "arch_prctl", "poll", "select", "epoll_create", "epoll_wait", "rename", "mkdir", "rmdir", "unlink",
-        "symlink", "link", "chmod", "utimes", "fork",
+        "open",
+        "creat",
+        "stat",
+        "lstat",
+        "access",
+        "readlink",
+        "getdents",
+        "dup2",
+        "pipe",
+        "pause",
+        "alarm",
+        "time",
+        "getpgrp",
+        "arch_prctl",
+        "poll",
+        "select",
+        "epoll_create",
+        "epoll_wait",
+        "rename",
+        "mkdir",
+        "rmdir",
+        "unlink",
+        "symlink",
+        "link",
+        "chmod",
+        "utimes",
+        "fork",
     }
     assert len(set(x86.values())) == len(x86) and len(set(arm.values())) == len(arm)
     assert (x86["pidfd_open"], arm["pidfd_open"]) == (434, 434)

@@ -44,8 +44,14 @@ async def post(url: str, **body: object) -> tuple[int, dict]:
 async def test_requests_and_responses_have_the_documented_fields() -> None:
     async with serving(make_app(POLICY)) as url:
         status, answer = await post(
-            url, code="print(input(), open('a').read())\nopen('b', 'w').write('out')", language="python", run_timeout=5,
-            compile_timeout=5, memory_limit_MB=-1, stdin="in", files={"a": base64.b64encode(b"file").decode()},
+            url,
+            code="print(input(), open('a').read())\nopen('b', 'w').write('out')",
+            language="python",
+            run_timeout=5,
+            compile_timeout=5,
+            memory_limit_MB=-1,
+            stdin="in",
+            files={"a": base64.b64encode(b"file").decode()},
             fetch_files=["b", "missing"],
         )
         failed = (await post(url, code="print('x')\n1/0"))[1]
@@ -88,9 +94,21 @@ async def test_a_request_that_cannot_be_served_says_why(body: dict, says: str) -
 
 async def test_the_client_gives_the_results_of_the_jail() -> None:
     codes = [
-        "print(1)", "x = 3\nx ** 2", "'a'", "print('x')\n1 / 0", "def f(:", "import sys\nsys.exit('bye')", "exit()",
-        "from __future__ import annotations\n'''doc'''\n5", "x = 'a' * 10**12", "import os\nos._exit(7)",
-        "print('\ud83d')", "import random\nrandom.random()", "input()", "# only a comment", "",
+        "print(1)",
+        "x = 3\nx ** 2",
+        "'a'",
+        "print('x')\n1 / 0",
+        "def f(:",
+        "import sys\nsys.exit('bye')",
+        "exit()",
+        "from __future__ import annotations\n'''doc'''\n5",
+        "x = 'a' * 10**12",
+        "import os\nos._exit(7)",
+        "print('\ud83d')",
+        "import random\nrandom.random()",
+        "input()",
+        "# only a comment",
+        "",
     ]
     async with (
         serving(make_app(POLICY)) as url,

@@ -201,10 +201,7 @@ def test_code_cannot_break_later_calls_or_its_own_report() -> None:
     close = "import os\nos.closerange(0, 100)"
 
     async def use(box: Sandbox) -> list[Result]:
-        return [
-            await box.run(code)
-            for code in (patch + "print(1)", "import os\n" + forge + "print(2)", close, "3")
-        ]
+        return [await box.run(code) for code in (patch + "print(1)", "import os\n" + forge + "print(2)", close, "3")]
 
     patched, forged, _, last = in_box(use)
     assert (patched.status, patched.stdout) == (Status.OK, "1\n")

@@ -12,6 +12,7 @@ from typing import Any
 from slime_retool.config import Config
 from slime_retool.errors import ToolUnavailable
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, Status
+from slime_retool.sandbox.fusion_client import FusionSandbox
 from slime_retool.tool_use import Tool, ToolRegistry, ToolResult
 
 DESCRIPTION = "Run Python code and see what it prints. numpy and sympy are installed. Every call starts afresh."
@@ -34,12 +35,17 @@ async def make_tools(args: Config) -> AsyncIterator[ToolRegistry]:
 
     Use it as `await current_context().resource("tools", make_tools)`.
     """
-    policy = SandboxPolicy(timeout=args.tool_timeout, memory_mb=args.tool_memory_mb, concurrency=args.tool_concurrency)
-    async with Sandbox(policy) as box:
+    policy = SandboxPolicy(
+        isolation=args.sandbox_isolation,
+        timeout=args.tool_timeout,
+        memory_mb=args.tool_memory_mb,
+        concurrency=args.tool_concurrency,
+    )
+    async with Sandbox(policy) if args.sandbox_url is None else FusionSandbox(args.sandbox_url, policy) as box:
         yield ToolRegistry([code_interpreter(box)], retries=args.tool_retries)
 
 
-def code_interpreter(box: Sandbox) -> Tool:
+def code_interpreter(box: Sandbox | FusionSandbox) -> Tool:
     """The tool over a given sandbox."""
 
     async def run(arguments: dict[str, Any]) -> ToolResult:

@@ -132,6 +132,15 @@ class ToolArgs:
     max_turns: int = flag(16, help="Assistant turns in one response.")
     max_tool_calls: int = flag(16, help="Executed tool calls in one response.")
     max_observation_tokens: int = flag(512, help="Tokens of one observation; the middle is cut, the last line kept.")
+    sandbox_isolation: str = flag(
+        "namespaces",
+        choices=("namespaces", "landlock", "none"),
+        help="How model-written code is shut in (docs/sandbox.md): landlock in a stock Docker container; "
+        "none is no security boundary.",
+    )
+    sandbox_url: str | None = flag(
+        None, metavar="URL", help="Run code in this SandboxFusion deployment (or `slime-retool sandbox serve`) instead."
+    )
     tool_timeout: float = flag(10.0, help="Seconds one call may run, counted from its start.")
     tool_memory_mb: int = flag(512, help="Memory one call may use.")
     tool_concurrency: int = flag(16, help="Calls that run at once.")

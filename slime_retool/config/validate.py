@@ -178,6 +178,11 @@ def _check_batches(config: Config) -> None:
         ("--distributed-timeout-minutes", config.distributed_timeout_minutes),
     ):
         _require(value > 0, f"{flag} must be above 0, got {value}")
+    url = config.sandbox_url
+    _require(
+        url is None or url.startswith(("http://", "https://")),
+        f"--sandbox-url must start with http:// or https://, got {url}",
+    )
     window = config.max_position_embeddings
     context = config.rollout_max_context_len
     _require(

@@ -1,4 +1,5 @@
-"""`run` against a SandboxFusion deployment, or `slime_retool.sandbox.server`, instead of a jail on this machine."""
+"""`run` against a SandboxFusion deployment, or `slime_retool.sandbox.server`, instead of a jail on this
+machine."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class FusionSandbox:
         files: Mapping[str, bytes] | None = None,
         fetch_files: tuple[str, ...] = (),
     ) -> Result:
-        """As `Sandbox.run`: the protocol knows neither seed nor echo, so they travel with the code (see `_wrapped`)."""
+        """As `Sandbox.run`: the protocol knows neither seed nor echo, so they travel with the code (see
+        `_wrapped`)."""
         assert self._http is not None, "enter the sandbox with `async with` before running code"
         limit = self.policy.timeout if timeout is None else timeout
         nonce = secrets.token_hex(16)
@@ -82,27 +84,37 @@ class FusionSandbox:
                     self._url, json=body, timeout=aiohttp.ClientTimeout(total=limit + _REPLY_GRACE)
                 ) as response:
                     if response.status != 200:
-                        return _outage(f"{self._url} answered {response.status}: {(await response.text())[:300]}", waited)
+                        return _outage(
+                            f"{self._url} answered {response.status}: {(await response.text())[:300]}", waited
+                        )
                     return from_response(await response.json(), nonce, waited, limit)
             except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
                 return _outage(f"{self._url}: {type(error).__name__}: {error}", waited)
 
 
 _SEMANTICS = Path(semantics.__file__).read_text(encoding="utf-8")
-_TAIL = """
-import json, random
-if {seed!r} is not None:
-    random.seed({seed!r})
-_outcome = run({code!r}, "<string>", main_module(), {limit}, {memory_mb})
-sys.stdout.flush()
-print({nonce!r} + json.dumps([_outcome.error, _outcome.limit, _outcome.result]), file=sys.__stderr__)
+_PROGRAM = """
+import json, random, sys
+semantics = {{"__name__": "__main__"}}
+exec(compile({semantics!r}, "<semantics>", "exec"), semantics)
+random.seed({seed!r})
+outcome = semantics["run"]({code!r}, "<string>", semantics["main_module"](), {limit}, {memory_mb})
+sys.__stdout__.flush()
+print({nonce!r} + json.dumps([outcome.error, outcome.limit, outcome.result]), file=sys.__stderr__)
 """
 
 
 def _wrapped(code: str, seed: int | None, nonce: str, policy: SandboxPolicy) -> str:
-    """A program that gives `code` the semantics it has in the jail and reports its end after `nonce` on stderr."""
-    limit, memory_mb = policy.max_output_bytes, policy.memory_mb
-    return _SEMANTICS + _TAIL.format(code=code, seed=seed, nonce=nonce, limit=limit, memory_mb=memory_mb)
+    """A program that gives `code` the semantics it has in the jail and reports its end after `nonce` on
+    stderr."""
+    return _PROGRAM.format(
+        semantics=_SEMANTICS,
+        code=code,
+        seed=seed,
+        nonce=nonce,
+        limit=policy.max_output_bytes,
+        memory_mb=policy.memory_mb,
+    )
 
 
 def _outage(why: str, waited: float) -> Result:
@@ -110,16 +122,21 @@ def _outage(why: str, waited: float) -> Result:
 
 
 def from_response(body: Mapping[str, Any], nonce: str, waited: float, limit: float) -> Result:
-    """A SandboxFusion response as a `Result`. `Failed` says that the program failed, `SandboxError` that the sandbox did."""
+    """A SandboxFusion response as a `Result`. `Failed` says that the program failed, `SandboxError` that the
+    sandbox did."""
     run = body.get("run_result")
     if body["status"] == "SandboxError" or run is None or run["status"] == "Error":
         return _outage(body.get("message") or "the server could not run the program and gave no reason", waited)
     stderr, found, report = (run.get("stderr") or "").partition(nonce)
     files = {name: base64.b64decode(data) for name, data in (body.get("files") or {}).items()}
     result = Result(
-        Status.OK, run.get("stdout") or "", stderr,
-        wall_s=float(run.get("execution_time") or 0.0), queue_s=waited, files=files,
-    )  # fmt: skip
+        Status.OK,
+        run.get("stdout") or "",
+        stderr,
+        wall_s=float(run.get("execution_time") or 0.0),
+        queue_s=waited,
+        files=files,
+    )
     if run["status"] == "TimeLimitExceeded":
         error = f"TimeoutError: the code ran longer than {limit:g} s and was stopped"
         return replace(result, status=Status.TIMEOUT, error=error, limit="wall")

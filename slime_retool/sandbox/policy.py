@@ -36,13 +36,16 @@ class SandboxPolicy:
     """Limits of a sandbox and of every call in it. Raises ConfigError on values that cannot work."""
 
     isolation: str = "namespaces"
-    """`namespaces`: own user, process, mount, network, IPC and host-name namespaces with a minimal read-only root,
+    """`namespaces`: own user, process, mount, network, IPC and host-name namespaces with a minimal read-only
+    root,
     Landlock, a system call filter, no capabilities, resource limits. `landlock`: all but the namespaces, for
-    containers that refuse them. `none`: a clean child process with resource limits; it protects against mistakes and is
+    containers that refuse them. `none`: a clean child process with resource limits; it protects against
+    mistakes and is
     NOT a security boundary: the code can read what its user can read and use the network. A level is never
     replaced by a weaker one."""
     packages: tuple[str, ...] = ("numpy", "sympy")
-    """Distributions that the code can import, with what they require; nothing else of the environment is there.
+    """Distributions that the code can import, with what they require; nothing else of the environment is
+    there.
     Preloaded, so an import costs nothing. Not at level `none`, which sees all."""
     timeout: float = 10.0
     """Seconds of wall time for one call unless `run` says otherwise, from start of execution."""
@@ -72,16 +75,15 @@ class SandboxPolicy:
     uid: int = 65_534
     """Ordinary user to become when started by root."""
     max_processes: int = 4096
-    """RLIMIT_NPROC, only at level `none` (elsewhere a call is one process). The kernel counts all processes and
+    """RLIMIT_NPROC, only at level `none` (elsewhere a call is one process). The kernel counts all processes
+    and
     threads of the user, not of the call, and does not count for root."""
     startup_timeout: float = 60.0
     """Seconds the interpreter may take to start; beyond that the machine is out of order (`unavailable`)."""
 
     def __post_init__(self) -> None:
         if self.isolation not in ISOLATION_LEVELS:
-            raise ConfigError(
-                f"sandbox isolation must be one of {', '.join(ISOLATION_LEVELS)}, got {self.isolation!r}"
-            )
+            raise ConfigError(f"sandbox isolation must be one of {', '.join(ISOLATION_LEVELS)}, got {self.isolation!r}")
         for name in (each.name for each in fields(self) if each.name not in ("isolation", "packages")):
             value = self.__getattribute__(name)
             if value is not None and not value > 0:
@@ -105,7 +107,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one call did. Text is valid Unicode but otherwise as the code wrote it: see `tool_use.observation`."""
+    """What one call did. Text is valid Unicode but otherwise as the code wrote it: see
+    `tool_use.observation`."""
 
     status: Status
     stdout: str = ""
@@ -125,7 +128,10 @@ class Result:
     truncated: bool = False
     """Output was longer than kept."""
     limit: str | None = None
-    """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files` or `output` (which
+    """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files` or
+    `output` (which
     alone does not stop a call)."""
+    exit_code: int | None = None
+    """Of a process that ended without raising, by `os._exit`; None otherwise."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents of the `fetch_files` that exist, after a call that ended by itself."""

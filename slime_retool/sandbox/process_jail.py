@@ -1,7 +1,10 @@
-"""Isolation level `none`: each call is a supervisor process (`jail/supervisor.py`) and, below it, the code's own process.
+"""Isolation level `none`: each call is a supervisor process (`jail/supervisor.py`) and, below it, the code's
+own process.
 
-The supervisor keeps time, reads output with a bound, ends every descendant and answers with one JSON document, so
-that floods, floods of children and large replies cost the event loop here nothing. See `SandboxPolicy.isolation`
+The supervisor keeps time, reads output with a bound, ends every descendant and answers with one JSON
+document, so
+that floods, floods of children and large replies cost the event loop here nothing. See
+`SandboxPolicy.isolation`
 for what this level does not protect against.
 """
 
@@ -58,7 +61,8 @@ class ProcessJail:
             self._root = None
 
     async def execute(self, call: Call) -> Result:
-        """Run one call to its end; cancelling kills it with all its descendants before CancelledError goes on."""
+        """Run one call to its end; cancelling kills it with all its descendants before CancelledError goes
+        on."""
         if call.stdin is not None or call.files or call.fetch_files or call.memory_mb is not None:
             raise ConfigError("stdin, files and memory_mb of a call need sandbox isolation 'namespaces' or 'landlock'")
         task = asyncio.ensure_future(self._take_turn(call))
@@ -84,9 +88,18 @@ class ProcessJail:
         scratch = os.path.join(self._root, str(self._count))
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", _BOOT, "supervisor",
-                stdin=PIPE, stdout=PIPE, stderr=STDOUT, cwd="/", env=_environment(scratch), start_new_session=True,
-            )  # fmt: skip
+                sys.executable,
+                "-I",
+                "-S",
+                _BOOT,
+                "supervisor",
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=STDOUT,
+                cwd="/",
+                env=_environment(scratch),
+                start_new_session=True,
+            )
         except OSError as error:
             return _unavailable(f"cannot start {sys.executable}: {error}")
         output = bytearray()
@@ -136,7 +149,8 @@ class ProcessJail:
 
 
 async def _within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
-    """Whether `work` ended in time. (`asyncio.wait_for` of Python 3.11 and older can swallow a cancellation.)"""
+    """Whether `work` ended in time. (`asyncio.wait_for` of Python 3.11 and older can swallow a
+    cancellation.)"""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)

@@ -1,7 +1,9 @@
 """An HTTP server that speaks SandboxFusion's `/run_code`, over a jail: `slime-retool sandbox serve`.
 
-Request: `code, language, compile_timeout, run_timeout, memory_limit_MB, stdin, files, fetch_files` (files as base64 by
-path). Response: `status, message, compile_result, run_result {status, execution_time, return_code, stdout, stderr},
+Request: `code, language, compile_timeout, run_timeout, memory_limit_MB, stdin, files, fetch_files` (files as
+base64 by
+path). Response: `status, message, compile_result, run_result {status, execution_time, return_code, stdout,
+stderr},
 executor_pod_name, files`. Python only. There is no authentication: bind it to a loopback or private address.
 """
 
@@ -21,8 +23,15 @@ from slime_retool.sandbox.sandbox import Sandbox
 
 _MAX_REQUEST = 64 << 20
 _FIELDS = {
-    "code", "language", "compile_timeout", "run_timeout", "memory_limit_MB", "stdin", "files", "fetch_files",
-}  # fmt: skip
+    "code",
+    "language",
+    "compile_timeout",
+    "run_timeout",
+    "memory_limit_MB",
+    "stdin",
+    "files",
+    "fetch_files",
+}
 _BOX = web.AppKey("box", Sandbox)
 
 
@@ -106,7 +115,8 @@ _RUN_STATUS = {Status.TIMEOUT: "TimeLimitExceeded", Status.UNAVAILABLE: "Error"}
 
 
 def to_response(result: Result) -> dict[str, Any]:
-    """The SandboxFusion response. `Failed` means that the program failed, `SandboxError` that the sandbox did."""
+    """The SandboxFusion response. `Failed` means that the program failed, `SandboxError` that the sandbox
+    did."""
     status = {Status.OK: "Success", Status.UNAVAILABLE: "SandboxError"}.get(result.status, "Failed")
     stdout = result.stdout + (f"{result.result}\n" if result.result is not None else "")
     error = f"{result.error}\n" if result.error else ""
@@ -114,7 +124,7 @@ def to_response(result: Result) -> dict[str, Any]:
     run_result = {
         "status": _RUN_STATUS.get(result.status, "Finished"),
         "execution_time": result.wall_s,
-        "return_code": 0 if result.status is Status.OK else 1,
+        "return_code": result.exit_code or int(result.status is not Status.OK),
         "stdout": stdout,
         "stderr": stderr,
     }

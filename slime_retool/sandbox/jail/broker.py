@@ -1,6 +1,7 @@
 """The broker: one small trusted process that owns time, output and status of every call.
 
-Between it and the rollout's event loop is one stream socket with length-prefixed JSON; to each zygote a SEQPACKET
+Between it and the rollout's event loop is one stream socket with length-prefixed JSON; to each zygote a
+SEQPACKET
 socket (see `zygote`); to each child a stream socket (see `executor`) whose content is never trusted: bounded,
 matched to the call by a nonce, and only ever parsed as JSON. It never blocks on any of them.
 """
@@ -25,10 +26,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from . import executor, output, zygote
+from .records import Child, Job, Kind, Session
 
 _LENGTH = struct.Struct("<I")
 _CLIENT_CHUNK = 1 << 20
@@ -48,86 +49,6 @@ _LOST = {"zygote": "the sandbox's zygote ended", "cancelled": "a call in it was 
 now = time.monotonic
 
 
-@dataclass(eq=False)
-class Job:
-    """One call, from its arrival to its answer."""
-
-    id: int
-    request: dict[str, Any]
-    session: Session | None
-    arrived: float
-    started: float = 0.0
-    nonce: str = ""
-    cpu_before: float = 0.0
-    child: Child | None = None
-    answered: bool = False
-    cancelled: bool = False
-
-
-@dataclass(eq=False)
-class Session:
-    id: str
-    child: Child | None = None
-    current: Job | None = None
-    waiting: collections.deque[Job] = field(default_factory=collections.deque)
-    last_used: float = 0.0
-
-
-@dataclass(eq=False)
-class Child:
-    tag: int
-    kind: Kind
-    control: socket.socket
-    out: int
-    err: int
-    pidfd: int = -1
-    cpu_clock: int = 0
-    ready: bool = False
-    stopped: bool = False
-    gone: bool = False
-    killed: str | None = None
-    job: Job | None = None
-    session: Session | None = None
-    received: bytearray = field(default_factory=bytearray)
-    to_send: memoryview = field(default_factory=lambda: memoryview(b""))
-
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
-
-    def kill(self, why: str) -> None:
-        self.killed = self.killed or why
-        if self.pidfd >= 0:
-            self.signal(signal.SIGKILL)
-
-    def cpu_seconds(self) -> float:
-        """CPU time of all its threads, by the kernel's count."""
-        try:
-            return time.clock_gettime(self.cpu_clock)
-        except OSError:
-            return 0.0
-
-
-@dataclass(eq=False)
-class Kind:
-    """A zygote, what it preloads, and its idle children."""
-
-    name: str
-    config: dict[str, Any]
-    pool: int
-    socket: socket.socket | None = None
-    process: subprocess.Popen[bytes] | None = None
-    ready: bool = False
-    started: float = 0.0
-    notes: dict[str, str] = field(default_factory=dict)
-    address_space: int = 0
-    restarts: collections.deque[float] = field(default_factory=collections.deque)
-    setup_failures: int = 0
-    starting: int = 0
-    idle: collections.deque[Child] = field(default_factory=collections.deque)
-    queue: collections.deque[Job] = field(default_factory=collections.deque)
-
-
 class Fatal(Exception):
     """The sandbox cannot go on; the fields reach the client."""
 
@@ -142,7 +63,8 @@ class Broker:
         self.limits: dict[str, Any] = config["limits"]
         self.freeze = "freeze" not in config["zygote"]["off"]
         self.work: str | None = config["zygote"]["work"]
-        self.heavy = re.compile(r"\b(?:%s)\b" % "|".join(map(re.escape, config["heavy"]))) if config["heavy"] else None
+        heavy = "|".join(map(re.escape, config["heavy"]))
+        self.heavy = re.compile(rf"\b(?:{heavy})\b") if heavy else None
         self.kinds = {
             name: Kind(name, config["zygote"] | {"preload": preload, "limits": self.limits}, config["pool"])
             for name, preload in config["kinds"].items()
@@ -216,8 +138,10 @@ class Broker:
         boot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
         kind.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-X", "utf8", boot, "zygote", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], cwd="/", stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            pass_fds=[theirs.fileno()],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+        )
         theirs.close()
         ours.send(json.dumps(kind.config).encode())
         ours.setblocking(False)
@@ -461,7 +385,8 @@ class Broker:
         return False
 
     def _lose(self, session: Session, why: str) -> None:
-        """Forget a session whose variables are gone; later cells of the same name are refused, not run afresh."""
+        """Forget a session whose variables are gone; later cells of the same name are refused, not run
+        afresh."""
         self.lost[session.id] = why
         while len(self.lost) > _MAX_TOMBSTONES:
             self.lost.popitem(last=False)
@@ -602,7 +527,10 @@ class Broker:
             self._reply(result | {"id": job.id})
 
     def _refuse(self, job: Job, why: str) -> None:
-        self._answer(job, {"status": "unavailable", "error": f"sandbox unavailable: {why}", "queue_s": now() - job.arrived})
+        self._answer(
+            job,
+            {"status": "unavailable", "error": f"sandbox unavailable: {why}", "queue_s": now() - job.arrived},
+        )
 
     # Verdicts.
 
@@ -621,7 +549,11 @@ class Broker:
         result["limit"] = limit or result["limit"]
         wall = min(answer["wall"], now() - child.job.started)
         result |= {"status": status, "error": error, "result": answer["result"], "wall_s": wall}
-        result |= {"cpu_s": max(0.0, cpu - child.job.cpu_before), "max_rss": answer["max_rss"], "files": answer["files"]}
+        result |= {
+            "cpu_s": max(0.0, cpu - child.job.cpu_before),
+            "max_rss": answer["max_rss"],
+            "files": answer["files"],
+        }
         return result
 
     def _ended(self, child: Child, status: int, cpu: float, rss: int) -> dict[str, Any]:
@@ -630,6 +562,8 @@ class Broker:
         assert job is not None
         result = self._collect(child, [None, None])
         verdict, error = self._verdict(child, job, status)
+        if child.killed is None and os.WIFEXITED(status):
+            result["exit_code"] = os.WEXITSTATUS(status)
         limit = {"timeout": "wall", "cpu": "cpu", "disk": "disk"}.get(child.killed or "")
         result["limit"] = limit or ("memory" if verdict == "memory" else result["limit"])
         result |= {"status": verdict, "error": error, "result": None, "wall_s": now() - job.started}
@@ -638,9 +572,18 @@ class Broker:
 
     def _verdict(self, child: Child, job: Job, status: int) -> tuple[str, str | None]:
         reasons = {
-            "timeout": ("timeout", f"TimeoutError: the code ran longer than {job.request['timeout']:g} s and was stopped"),
-            "cpu": ("timeout", f"TimeoutError: the code used more than {job.request['cpu']:g} s of CPU time and was stopped"),
-            "disk": ("killed", f"the code wrote more than {self.limits['scratch_mb']} MB or {self.limits['inodes']} files"),
+            "timeout": (
+                "timeout",
+                f"TimeoutError: the code ran longer than {job.request['timeout']:g} s and was stopped",
+            ),
+            "cpu": (
+                "timeout",
+                f"TimeoutError: the code used more than {job.request['cpu']:g} s of CPU time and was stopped",
+            ),
+            "disk": (
+                "killed",
+                f"the code wrote more than {self.limits['scratch_mb']} MB or {self.limits['inodes']} files",
+            ),
             "protocol": ("killed", "the code interfered with the process that runs it and was stopped"),
             "zygote": ("unavailable", "sandbox unavailable: the zygote ended during the call"),
             "cancelled": ("unavailable", "sandbox unavailable: cancelled"),

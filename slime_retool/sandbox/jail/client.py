@@ -23,21 +23,26 @@ _LENGTH = struct.Struct("<I")
 _BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
 _START_GRACE = 30.0
 _EXIT_SECONDS = 10.0
+_ANSWERS_AT_ONCE = 8
 
 _ADVICE = {
     "user and other namespaces": (
-        "Allow user namespaces (sysctl user.max_user_namespaces above 0; on Debian kernel.unprivileged_userns_clone=1, on "
-        "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined and "
+        "Allow user namespaces (sysctl user.max_user_namespaces above 0; on Debian "
+        "kernel.unprivileged_userns_clone=1, on "
+        "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt "
+        "seccomp=unconfined and "
         "--security-opt apparmor=unconfined), or choose isolation 'landlock', which needs no namespaces."
     ),
     "landlock": (
-        "Landlock needs Linux 5.13 (6.2 for isolation 'landlock') and 'landlock' in the kernel's lsm= list; in a container "
+        "Landlock needs Linux 5.13 (6.2 for isolation 'landlock') and 'landlock' in the kernel's lsm= "
+        "list; in a container "
         "the host's kernel counts. Isolation 'none' has to be asked for by name and is no security boundary."
     ),
-    "seccomp": "The kernel needs CONFIG_SECCOMP_FILTER and the container must allow the seccomp or prctl system call.",
+    "seccomp": "The kernel needs CONFIG_SECCOMP_FILTER and its container must allow prctl.",
     "setuid": "Run as root with CAP_SETUID and CAP_SETGID, or as an ordinary user.",
     "environment": (
-        "The sandbox's packages must import in a bare interpreter: install them in the environment that runs the sandbox, "
+        "The sandbox's packages must import in a bare interpreter: install them in the environment that "
+        "runs the sandbox, "
         "readable by all users, or take them out of SandboxPolicy.packages."
     ),
 }
@@ -45,19 +50,25 @@ _ADVICE["mount namespace"] = _ADVICE["user and other namespaces"]
 
 
 def _environment(private_root: bool) -> dict[str, str]:
-    """All the variables that the code can see; none is the caller's, but for two that let libraries load at all."""
+    """All the variables that the code can see; none is the caller's, but for two that let libraries load at
+    all."""
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "OPENBLAS_CORETYPE") if name in os.environ}
     work = {"HOME": "/sandbox/work", "TMPDIR": "/sandbox/work"} if private_root else {}
-    return kept | threads | work | {
-        "PATH": "/usr/bin:/bin",
-        "LANG": "C.UTF-8",
-        "USER": "sandbox",
-        "MPLBACKEND": "Agg",
-        "MALLOC_ARENA_MAX": "2",
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }  # fmt: skip
+    return (
+        kept
+        | threads
+        | work
+        | {
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "USER": "sandbox",
+            "MPLBACKEND": "Agg",
+            "MALLOC_ARENA_MAX": "2",
+            "PYTHONHASHSEED": "0",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+    )
 
 
 def _preloads(entries: dict[str, str], names: tuple[str, ...]) -> list[str]:
@@ -67,7 +78,8 @@ def _preloads(entries: dict[str, str], names: tuple[str, ...]) -> list[str]:
 
 
 class JailClient(asyncio.Protocol):
-    """Starts a broker and talks to it. `off`: layers to leave out, for tests that show what each one stops."""
+    """Starts a broker and talks to it. `off`: layers to leave out, for tests that show what each one
+    stops."""
 
     def __init__(self, policy: SandboxPolicy, off: frozenset[str] = frozenset()) -> None:
         self._policy, self._off = policy, off
@@ -78,6 +90,7 @@ class JailClient(asyncio.Protocol):
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._received = bytearray()
+        self._reading = False
         self._count = 0
         self.failure: str | None = None
         self.alive = False
@@ -86,18 +99,31 @@ class JailClient(asyncio.Protocol):
         """Notes of each zygote. Raises SandboxUnavailable."""
         if not sys.platform.startswith("linux") or MACHINE not in AUDIT_ARCH:
             raise SandboxUnavailable(
-                f"isolation {self._policy.isolation!r} needs Linux on x86_64 or aarch64, this is {sys.platform} on {MACHINE}; "
+                f"isolation {self._policy.isolation!r} needs Linux on x86_64 or aarch64, this is "
+                f"{sys.platform} on {MACHINE}; "
                 "run the sandbox on such a machine (`slime-retool sandbox serve`) and pass its URL"
             )
         config = self._config()
         ours, theirs = socket.socketpair()
-        with theirs:
-            environment = _environment(self._private_root)
-            self._process = subprocess.Popen(
-                [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", _BOOT, "broker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], cwd="/", stdin=subprocess.DEVNULL, start_new_session=True,
-                env=(dict(os.environ) if "environment" in self._off else {}) | environment,
-            )  # fmt: skip
+        python = os.path.realpath(sys.executable)
+        environment = _environment(self._private_root)
+        if "environment" in self._off:
+            environment = dict(os.environ) | environment
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [python, "-I", "-S", "-X", "utf8", _BOOT, "broker", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=environment,
+                )
+        except OSError as error:
+            ours.close()
+            await self.close()
+            raise SandboxUnavailable(f"cannot start the sandbox's broker with {python}: {error}") from error
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
@@ -119,7 +145,8 @@ class JailClient(asyncio.Protocol):
             packages = package_folders(policy.packages)
         except LookupError as error:
             raise SandboxUnavailable(
-                f"the sandbox's package {error} is not installed for {sys.executable}; install it or take it out of "
+                f"the sandbox's package {error} is not installed for {sys.executable}; install it or take "
+                f"it out of "
                 "SandboxPolicy.packages"
             ) from error
         links = work = None
@@ -128,25 +155,41 @@ class JailClient(asyncio.Protocol):
         preload = _preloads(packages, policy.packages)
         heavy = [name.removesuffix(".py") for name in packages if name.removesuffix(".py").isidentifier()]
         zygote = {
-            "isolation": policy.isolation, "packages": packages, "package_links": links, "work": work,
-            "uid": policy.uid, "off": sorted(self._off),
-        }  # fmt: skip
+            "isolation": policy.isolation,
+            "packages": packages,
+            "package_links": links,
+            "work": work,
+            "uid": policy.uid,
+            "off": sorted(self._off),
+        }
         return {
             "zygote": zygote,
             "kinds": {"plain": []} | ({"packages": preload} if preload else {}),
             "heavy": heavy,
             "pool": min(policy.concurrency, policy.prefork),
             "limits": {
-                "memory": policy.memory_mb << 20, "output": policy.max_output_bytes, "file_mb": policy.max_file_mb,
-                "open_files": policy.max_open_files, "scratch_mb": policy.max_disk_mb, "inodes": policy.max_inodes,
-                "concurrency": policy.concurrency, "queue": policy.max_queue, "sessions": policy.max_sessions,
-                "session_idle": policy.session_idle, "startup_timeout": policy.startup_timeout,
+                "memory": policy.memory_mb << 20,
+                "output": policy.max_output_bytes,
+                "file_mb": policy.max_file_mb,
+                "open_files": policy.max_open_files,
+                "scratch_mb": policy.max_disk_mb,
+                "inodes": policy.max_inodes,
+                "concurrency": policy.concurrency,
+                "queue": policy.max_queue,
+                "sessions": policy.max_sessions,
+                "session_idle": policy.session_idle,
+                "startup_timeout": policy.startup_timeout,
             },
-        }  # fmt: skip
+        }
 
     def _make_folder(self, packages: dict[str, str]) -> tuple[str, str]:
         """Without a root of its own: links to the packages, and a folder for the calls' working folders."""
-        self._folder = tempfile.mkdtemp(prefix="slime-retool-sandbox-")
+        try:
+            self._folder = tempfile.mkdtemp(prefix="slime-retool-sandbox-")
+        except OSError as error:
+            where = tempfile.gettempdir()
+            what = f"the sandbox needs a folder under {where}: {error}; set TMPDIR"
+            raise SandboxUnavailable(what) from error
         os.chmod(self._folder, 0o711)
         links, work = os.path.join(self._folder, "packages"), os.path.join(self._folder, "work")
         os.mkdir(links, 0o755)
@@ -156,7 +199,8 @@ class JailClient(asyncio.Protocol):
         return links, work
 
     async def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The broker's answer. Cancelling the caller ends the call. Raises SandboxUnavailable when the broker ended."""
+        """The broker's answer. Cancelling the caller ends the call. Raises SandboxUnavailable when the
+        broker ended."""
         if not self.alive:
             raise SandboxUnavailable(self.failure or "the sandbox's broker is not running")
         self._count += 1
@@ -210,6 +254,8 @@ class JailClient(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
+        while self._read_answers(_ANSWERS_AT_ONCE):
+            pass  # its last words come first
         self.alive = False
         self.failure = self.failure or "the sandbox's broker ended"
         unavailable = SandboxUnavailable(self.failure)
@@ -220,15 +266,28 @@ class JailClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        offset = 0
-        while len(self._received) - offset >= _LENGTH.size:
+        if not self._reading:
+            self._read_some()
+
+    def _read_some(self) -> None:
+        """A few answers at a time: each wakes a caller, and the event loop has other work between them."""
+        self._reading = self._read_answers(_ANSWERS_AT_ONCE)
+        if self._reading:
+            asyncio.get_running_loop().call_soon(self._read_some)
+
+    def _read_answers(self, most: int) -> bool:
+        """Whether `most` were there, so that there may be more."""
+        offset, count = 0, 0
+        while count < most and len(self._received) - offset >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._received, offset)
             end = offset + _LENGTH.size + size
             if len(self._received) < end:
                 break
             self._on_message(json.loads(bytes(self._received[offset + _LENGTH.size : end])))
             offset = end
+            count += 1
         del self._received[:offset]
+        return count == most
 
     def _on_message(self, message: dict[str, Any]) -> None:
         if "fatal" in message:
@@ -246,4 +305,5 @@ class JailClient(asyncio.Protocol):
 def _explain(isolation: str, reason: str, layer: str | None) -> str:
     if layer is None:
         return f"the sandbox stopped: {reason}"
-    return f"sandbox isolation {isolation!r} is not available: layer '{layer}' was refused: {reason}. {_ADVICE[layer]}"
+    what = f"sandbox isolation {isolation!r} is not available: layer '{layer}' was refused: {reason}"
+    return f"{what}. {_ADVICE[layer]}"

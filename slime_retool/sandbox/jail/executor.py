@@ -140,7 +140,8 @@ def _read_files(names: list[str]) -> dict[str, str]:
 
 
 class Executor:
-    """Made and rehearsed in the zygote, so that its objects, its specialised bytecode and its caches are shared by all
+    """Made and rehearsed in the zygote, so that its objects, its specialised bytecode and its caches are
+    shared by all
     children, where each would otherwise write its own copy of those pages; served in a child."""
 
     def __init__(self, output_limit: int, memory_mb: int) -> None:
@@ -160,7 +161,15 @@ class Executor:
         self._set_streams((null, null))
         for number in range(_REHEARSALS):
             code = ("print(1 + 1)\n[n for n in range(3)]", "def f(x):\n    return x\nf(1 // 0)")[number % 4 == 3]
-            request = {"code": code, "seed": None, "stdin": None, "files": {}, "fetch": [], "nonce": "", "session": True}
+            request = {
+                "code": code,
+                "seed": None,
+                "stdin": None,
+                "files": {},
+                "fetch": [],
+                "nonce": "",
+                "session": True,
+            }
             request["address_space"] = None
             _encode(self._respond(_decode(_encode(request)), number))
 

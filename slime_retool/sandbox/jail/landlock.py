@@ -16,9 +16,7 @@ EXECUTE, WRITE, READ, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit for bit in r
 MAKE_CHAR, MAKE_DIR, MAKE_REG, MAKE_SOCK, MAKE_FIFO, MAKE_BLOCK, MAKE_SYM = (1 << bit for bit in range(6, 13))
 REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 READ_ONLY = READ | READ_DIR | EXECUTE
-READ_WRITE = (
-    READ | READ_DIR | WRITE | TRUNCATE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAKE_SYM | REFER
-)
+READ_WRITE = READ | READ_DIR | WRITE | TRUNCATE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAKE_SYM | REFER
 _OF_A_FILE = EXECUTE | WRITE | READ | TRUNCATE | IOCTL_DEV
 _RULE_PATH_BENEATH = 1
 
@@ -28,9 +26,7 @@ ABI_TRUNCATE = 3
 
 def abi_version() -> int:
     """The kernel's Landlock ABI; 0 where it has none."""
-    version = libc.syscall(
-        ctypes.c_long(NR["landlock_create_ruleset"]), None, ctypes.c_size_t(0), ctypes.c_uint(1)
-    )
+    version = libc.syscall(ctypes.c_long(NR["landlock_create_ruleset"]), None, ctypes.c_size_t(0), ctypes.c_uint(1))
     return max(0, version)
 
 

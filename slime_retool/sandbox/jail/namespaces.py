@@ -58,7 +58,11 @@ def map_user() -> tuple[int, int]:
 
 
 def write_maps(uid: int, gid: int) -> None:
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{INSIDE_ID} {uid} 1"), ("gid_map", f"{INSIDE_ID} {gid} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{INSIDE_ID} {uid} 1"),
+        ("gid_map", f"{INSIDE_ID} {gid} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
@@ -73,7 +77,8 @@ def make_private() -> None:
 
 
 def build_root(binds: list[tuple[str, str]], masked: list[str], links: list[tuple[str, str]]) -> str:
-    """A root on a new tmpfs: `binds` (source, path inside) read-only, `masked` folders empty, `links` (path, target).
+    """A root on a new tmpfs: `binds` (source, path inside) read-only, `masked` folders empty, `links` (path,
+    target).
 
     Returns where it is mounted. No file of the host is created or changed: the tmpfs covers a folder that
     exists on every system, in this mount namespace only.

@@ -1,6 +1,7 @@
 """Runs one snippet: a supervisor process, and below it the process that executes the code.
 
-Started as `python -I -S boot.py supervisor` by `process_jail`; standard library only. It reads one JSON request line from
+Started as `python -I -S boot.py supervisor` by `process_jail`; standard library only. It reads one JSON
+request line from
 stdin, prints `STARTED` once the code's process exists, then the fields of `policy.Result` as JSON.
 
 The end of stdin means that our owner is gone: everything is killed. Descendants that leave the code's

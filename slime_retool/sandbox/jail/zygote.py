@@ -1,6 +1,7 @@
 """The zygote: shuts itself in, imports the packages, then forks one locked-down child per request.
 
-It never holds code or results. Its control socket (SOCK_SEQPACKET) carries one JSON configuration in and one answer
+It never holds code or results. Its control socket (SOCK_SEQPACKET) carries one JSON configuration in and one
+answer
 out, then `<I` tag with three descriptors per fork in; and out `F` tag with a pidfd, `X` tag status usage.
 """
 
@@ -23,7 +24,14 @@ from typing import Any
 from . import executor, landlock, namespaces, seccomp, warmup
 from .environment import DEVICES, HostPaths, host_paths, without
 from .memory import collapse_memory
-from .syscalls import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, drop_bounding_set, drop_capabilities, prctl, raw_fork
+from .syscalls import (
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    drop_bounding_set,
+    drop_capabilities,
+    prctl,
+    raw_fork,
+)
 
 FORKED = struct.Struct("<cI")
 EXITED = struct.Struct("<cIiddQ")
@@ -31,14 +39,28 @@ TAG = struct.Struct("<I")
 SETUP_FAILED = 99
 
 LAYERS = (
-    "environment", "user", "mount", "pid", "net", "ipc", "uts", "cgroup", "landlock", "seccomp", "capabilities", "rlimits",
+    "environment",
+    "user",
+    "mount",
+    "pid",
+    "net",
+    "ipc",
+    "uts",
+    "cgroup",
+    "landlock",
+    "seccomp",
+    "capabilities",
+    "rlimits",
     "freeze",
-)  # fmt: skip
-"""All layers by name; tests switch one off to see what it stops. `freeze` and `environment` are the broker's."""
+)
+"""All layers by name; tests switch one off to see what it stops. `freeze` and `environment` are the
+broker's."""
 
 _NICE = 5
 _STACK = 8 << 20
-_RLIMIT_SIGPENDING = 11  # not in the resource module before Python 3.13; counted per user, so one call must not use up all
+_RLIMIT_SIGPENDING = (
+    11  # not in the resource module before Python 3.13; counted per user, so one call must not use up all
+)
 _PENDING_SIGNALS = 1024
 _FIRST_FREE_FD = 20
 
@@ -121,11 +143,12 @@ class Zygote:
         wanted = [name for name in namespaces.FLAGS if name not in self.off]
         flags = sum(namespaces.FLAGS[name] for name in wanted)
         if as_root and self.private_root:
-            # While still root, so that an interpreter below a 0700 home can be shown to the ordinary user inside.
+            # While still root, so that an interpreter below a 0700 home can be shown to the ordinary user
+            # inside.
             with _layer("mount namespace"):
                 namespaces.unshare(namespaces.NEWNS)
                 root = self._build_root()
-        if as_root:
+        if as_root and self.private_root:
             with _layer("setuid"):
                 self._become_nobody()
         with _layer("user and other namespaces"):
@@ -160,7 +183,8 @@ class Zygote:
         return namespaces.build_root(binds, self.paths.hidden, links)
 
     def _become_ordinary_user(self) -> None:
-        """Without namespaces, root drops to an ordinary user if that one can read the interpreter and the packages."""
+        """Without namespaces, root drops to an ordinary user if that one can read the interpreter and the
+        packages."""
         uid = self.config["uid"]
         needed = [*self.paths.readable, *self.config["packages"].values(), self.config["package_links"]]
         if _readable_as(uid, needed):
@@ -178,9 +202,7 @@ class Zygote:
     def _rules(self) -> landlock.Ruleset:
         rules = landlock.Ruleset()
         if not self.private_root and rules.abi < landlock.ABI_TRUNCATE:
-            raise OSError(
-                95, f"Landlock ABI {rules.abi} cannot deny truncating a file, which needs ABI 3 (Linux 6.2)"
-            )
+            raise OSError(95, f"Landlock ABI {rules.abi} cannot deny truncating a file, which needs ABI 3 (Linux 6.2)")
         for path in _readable_paths(self.paths, self.private_root):
             rules.allow(path, landlock.READ_ONLY)
         for device in DEVICES:
@@ -202,9 +224,11 @@ class Zygote:
     # Forking.
 
     def serve(self) -> None:
-        """Until the control socket closes, by the broker or its end; then end and reap what was forked here."""
+        """Until the control socket closes, by the broker or its end; then end and reap what was forked
+        here."""
         try:
-            self._serve()
+            with contextlib.suppress(ConnectionError):
+                self._serve()
         finally:
             for pid in self.tags:
                 os.kill(pid, signal.SIGKILL)
@@ -279,7 +303,9 @@ class Zygote:
                 drop_capabilities()
             if "seccomp" not in self.off:
                 pid = os.getpid()
-                seccomp.install(self.child_filter if pid == 1 and self.private_root else seccomp.stage2(pid, self.private_root))
+                seccomp.install(
+                    self.child_filter if pid == 1 and self.private_root else seccomp.stage2(pid, self.private_root)
+                )
             self.executor.serve()
         except BaseException as error:
             os.write(2, f"setting up the process failed: {error!r}".encode())
@@ -400,6 +426,8 @@ def main(fd: int) -> None:
     config = json.loads(control.recv(1 << 20))
     zygote = Zygote(control, config)
     _answer(control, zygote.set_up)
-    control.send(json.dumps({"ready": zygote.notes, "address_space": zygote.address_space}).encode())
+    answer = json.dumps({"ready": zygote.notes, "address_space": zygote.address_space}).encode()
+    with contextlib.suppress(ConnectionError):
+        control.send(answer)
     zygote.serve()
     os._exit(0)

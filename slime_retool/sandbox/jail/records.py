@@ -1,0 +1,92 @@
+"""What the broker keeps of calls, sessions, processes and zygotes."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(eq=False)
+class Job:
+    """One call, from its arrival to its answer."""
+
+    id: int
+    request: dict[str, Any]
+    session: Session | None
+    arrived: float
+    started: float = 0.0
+    nonce: str = ""
+    cpu_before: float = 0.0
+    child: Child | None = None
+    answered: bool = False
+    cancelled: bool = False
+
+
+@dataclass(eq=False)
+class Session:
+    id: str
+    child: Child | None = None
+    current: Job | None = None
+    waiting: collections.deque[Job] = field(default_factory=collections.deque)
+    last_used: float = 0.0
+
+
+@dataclass(eq=False)
+class Child:
+    tag: int
+    kind: Kind
+    control: socket.socket
+    out: int
+    err: int
+    pidfd: int = -1
+    cpu_clock: int = 0
+    ready: bool = False
+    stopped: bool = False
+    gone: bool = False
+    killed: str | None = None
+    job: Job | None = None
+    session: Session | None = None
+    received: bytearray = field(default_factory=bytearray)
+    to_send: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self, why: str) -> None:
+        self.killed = self.killed or why
+        if self.pidfd >= 0:
+            self.signal(signal.SIGKILL)
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all its threads, by the kernel's count."""
+        try:
+            return time.clock_gettime(self.cpu_clock)
+        except OSError:
+            return 0.0
+
+
+@dataclass(eq=False)
+class Kind:
+    """A zygote, what it preloads, and its idle children."""
+
+    name: str
+    config: dict[str, Any]
+    pool: int
+    socket: socket.socket | None = None
+    process: subprocess.Popen[bytes] | None = None
+    ready: bool = False
+    started: float = 0.0
+    notes: dict[str, str] = field(default_factory=dict)
+    address_space: int = 0
+    restarts: collections.deque[float] = field(default_factory=collections.deque)
+    setup_failures: int = 0
+    starting: int = 0
+    idle: collections.deque[Child] = field(default_factory=collections.deque)
+    queue: collections.deque[Job] = field(default_factory=collections.deque)
