@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class _LazySavePlanner(SavePlanner):
             items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None: ...
 
     def create_local_plan(self) -> SavePlan:
         return self.plan
@@ -112,7 +113,10 @@ def write_torch_dist(
     # Not more than one thread: an exception in the writer's further threads is lost, and with it the tensors.
     writer = FileSystemWriter(directory, thread_count=1)
     try:
-        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        with warnings.catch_warnings():
+            # It remarks that one process saves, which is what no_dist asks for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
     assert len(FileSystemReader(directory).read_metadata().storage_data) == len(shapes), "tensors were left out"

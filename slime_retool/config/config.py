@@ -106,6 +106,7 @@ def build_parser(prog: str = "slime_retool.train") -> _TrainParser:
     """The parser behind `python -m slime_retool.train --help`."""
     parser = _TrainParser(
         prog=prog,
+        usage=f"python -m {prog} --hf-checkpoint DIR --prompt-data FILE [--FLAG VALUE ...]",
         description="Teach a language model to reason with tools: SFT and RL on Megatron-core and SGLang.",
     )
     flags.add_flags(parser, Config)
