@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from sglang_utils import engine_config, make_tiny_checkpoint
+from sglang_utils import engine_config, make_tiny_checkpoint, processes_with
 
 from megatron_bridge.convert import convert_hf_to_torch_dist
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
@@ -151,15 +151,7 @@ def start(arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
 
 def processes_of(run: str) -> dict[int, str]:
     """Living processes that carry the run's mark: id -> command."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if f"{MARK}={run}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-            except OSError:
-                continue
-    return found
+    return processes_with(f"{MARK}={run}")
 
 
 def assert_nothing_left(run: str) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import ray
 
-from slime_retool.cluster.placement import free_port
 from slime_retool.config import Config
-from slime_retool.engine.process import ServerError
+from slime_retool.engine.process import ServerError, free_ports
 from slime_retool.types import RolloutBatch
 
 
@@ -29,7 +28,7 @@ class TrainerActor:
     def rendezvous(self) -> tuple[str, int]:
         """Address and port at which rank 0 waits for the others."""
         host = _address(self._config)
-        return host, free_port(host)
+        return host, free_ports(1, host)[0]
 
     def start(self, master_addr: str, master_port: int) -> tuple[int, dict[str, Any]]:
         """Join the group, build the model, load a checkpoint. Returns the first rollout's number and saved state."""

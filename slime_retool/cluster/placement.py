@@ -7,7 +7,6 @@ with --colocate, the same ones from the start. On the CPU nothing is reserved: e
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +92,3 @@ def place(config: Config) -> Placement:
                 "use a size that divides the GPUs of one host"
             )
     return Placement(group, slots[: config.world_size], engines)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free on `host` now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

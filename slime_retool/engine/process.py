@@ -11,13 +11,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from slime_retool.engine import supervisor
 from slime_retool.errors import SlimeRetoolError
+
+S = TypeVar("S", bound="Server")
 
 TAIL_LINES = 25
 PORT_TRIES = 4
@@ -161,3 +163,73 @@ def port_was_taken(error: ServerError) -> bool:
     """Whether a failed start is worth another try with another port."""
     text = str(error).lower()
     return any(words in text for words in PORT_TAKEN)
+
+
+class Server:
+    """A supervised server on a free port of its own; base of the engine and the router."""
+
+    host: str
+    port: int
+    _process: SupervisedProcess
+
+    def _start(
+        self,
+        what: str,
+        command: Callable[[list[int]], list[str]],
+        *,
+        host: str,
+        health_path: str,
+        timeout: float,
+        log_path: Path,
+        environment: Mapping[str, str],
+        num_ports: int = 1,
+        grace: float = 5.0,
+    ) -> None:
+        """Run `command(ports)`, which serves on the first of `num_ports` free ports, until `health_path` answers 200.
+
+        Starts anew with other ports when another process took one in between. Raises ServerError, with the log's end,
+        when the server dies or is not ready within `timeout` seconds.
+        """
+        self.host = host
+        for attempt in range(PORT_TRIES):
+            ports = free_ports(num_ports, host)
+            self.port = ports[0]
+            self._process = SupervisedProcess(command(ports), log_path=log_path, environment=environment, grace=grace)
+            try:
+                self._process.wait_until_ready(lambda: answers(f"{self.url}{health_path}"), timeout, what)
+                return
+            except ServerError as error:
+                self._process.stop()
+                if attempt == PORT_TRIES - 1 or not port_was_taken(error):
+                    raise
+            except BaseException:
+                self._process.stop()
+                raise
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor above the server."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    def log_tail(self) -> str:
+        return self._process.log_tail()
+
+    def stop(self) -> None:
+        """End the server and all its children; safe to call twice."""
+        self._process.stop()
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

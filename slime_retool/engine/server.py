@@ -9,20 +9,12 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 import slime_retool
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import REPORT_LOADER
-from slime_retool.engine.process import (
-    PORT_TRIES,
-    ServerError,
-    SupervisedProcess,
-    answers,
-    free_ports,
-    port_was_taken,
-)
+from slime_retool.engine.process import Server
 from slime_retool.errors import ConfigError
 
 Flags = dict[str, list[str]]
@@ -126,7 +118,7 @@ def server_environment(config: Config, devices: Sequence[int] | None) -> dict[st
     return environment
 
 
-class EngineProcess:
+class EngineProcess(Server):
     """One running SGLang server. Constructing it starts the process and waits until it is healthy."""
 
     def __init__(
@@ -146,63 +138,22 @@ class EngineProcess:
         path = model_path or config.hf_checkpoint
         if path is None:
             raise ConfigError("an engine needs --hf-checkpoint: weights, tokenizer and config to start from")
-        self.rank, self.host = rank, host
+        self.rank = rank
         self.log_path = Path(config.output_dir) / "logs" / f"engine_{rank}.log"
         flags = server_flags(config, model_path=path, rank=rank)
-        environment = server_environment(config, devices)
-        for attempt in range(PORT_TRIES):
-            self.port = free_ports(1, host)[0]
-            self._process = SupervisedProcess(
-                _command(flags | {"--host": [host], "--port": [str(self.port)]}),
-                log_path=self.log_path,
-                environment=environment,
-                grace=STOP_GRACE,
-            )
-            try:
-                self._process.wait_until_ready(
-                    lambda: answers(f"{self.url}/health"), config.sglang_startup_timeout, f"SGLang engine {rank}"
-                )
-                return
-            except ServerError as error:
-                self._process.stop()
-                if attempt == PORT_TRIES - 1 or not port_was_taken(error):
-                    raise
-            except BaseException:
-                self._process.stop()
-                raise
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """Process id of the supervisor above the server."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.alive
+        self._start(
+            f"SGLang engine {rank}",
+            lambda ports: _command(flags | {"--host": [host], "--port": [str(ports[0])]}),
+            host=host,
+            health_path="/health",
+            timeout=config.sglang_startup_timeout,
+            log_path=self.log_path,
+            environment=server_environment(config, devices),
+        )
 
     def admin(self, *, timeout: float = 300.0) -> EngineAdmin:
         """A client of the control endpoints."""
         return EngineAdmin(self.url, timeout=timeout)
-
-    def log_tail(self) -> str:
-        return self._process.log_tail()
-
-    def stop(self) -> None:
-        """End the server and all its children; safe to call twice."""
-        self._process.stop()
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def start_engines(

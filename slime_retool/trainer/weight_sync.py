@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -27,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import tensor_checksum
+from slime_retool.engine.process import free_ports
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.core import Trainer
 from slime_retool.trainer.gather import hf_named_tensors
@@ -190,7 +190,7 @@ class WeightSync:
             return
         world_size = 1 + len(self._engines) * self.gpus_per_engine
         backend = "nccl" if self.trainer.config.on_cuda else "gloo"
-        port = _free_port(self.host)
+        port = free_ports(1, self.host)[0]
         offsets = {engine.url: 1 + i * self.gpus_per_engine for i, engine in enumerate(self._engines)}
 
         def engine_joins(engine: EngineAdmin) -> None:
@@ -327,11 +327,3 @@ def _process_group(
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: Any = probe.getsockname()[1]
-        return int(port)
