@@ -296,6 +296,11 @@ def test_leaving_the_block_ends_calls_still_running() -> None:
 
 
 def test_many_timeouts_leave_no_zombie_and_no_descriptor() -> None:
+    def children() -> set[int]:
+        """Ids of this process's children, zombies included (other tests may keep some of their own)."""
+        lists = Path("/proc/self/task").glob("*/children")
+        return {int(pid) for file in lists for pid in file.read_text().split()}
+
     async def use(box: Sandbox) -> tuple[int, int]:
         await box.run("1")
         before = len(os.listdir("/proc/self/fd"))
@@ -303,10 +308,10 @@ def test_many_timeouts_leave_no_zombie_and_no_descriptor() -> None:
         await asyncio.sleep(0)
         return before, len(os.listdir("/proc/self/fd"))
 
+    own = children()
     before, after = in_box(use)
     assert after <= before
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() <= own
 
 
 def test_sigkill_of_the_owner_ends_everything() -> None:
