@@ -126,12 +126,9 @@ class EngineAdmin:
         For engines of one device (no tensor parallelism) that share this host's file system for temporary
         files, started by `EngineProcess`, which registers the function that computes them.
         """
-        import torch
-
         with tempfile.TemporaryDirectory(prefix="slime-retool-checksums-") as folder:
             path = Path(folder) / "checksums.json"
-            # SGLang moves every value to its device before it calls the loader, so a value must be a tensor.
-            payload = base64.b64encode(pickle.dumps([(str(path), torch.empty(0))])).decode()
+            payload = base64.b64encode(pickle.dumps([(str(path), _EmptyTensor())])).decode()
             body = {"serialized_named_tensors": [payload], "load_format": REPORT_LOADER, "flush_cache": False}
             self._post("/update_weights_from_tensor", body)
             answer = json.loads(path.read_text())
@@ -165,6 +162,19 @@ class EngineAdmin:
             raise WeightUpdateError(f"{self.url}{path} did not answer within {self.timeout:g} s") from error
         except (OSError, ValueError) as error:
             raise WeightUpdateError(f"{self.url}{path} cannot be reached: {error}") from error
+
+
+class _EmptyTensor:
+    """Arrives as an empty tensor: SGLang moves every value to its device before it calls the loader.
+
+    A tensor itself pickles through torch's storage loader, which Megatron-core replaces in its process by a function
+    of its own that SGLang refuses to load.
+    """
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        import torch
+
+        return torch.Tensor, ()
 
 
 def _version(weight_version: int | None) -> dict[str, str]:
