@@ -28,13 +28,13 @@ class SampleStatus(str, Enum):
     """How a sample's generation ended."""
 
     PENDING = "pending"
-    """Not generated yet, or to be resumed."""
+    """Not generated yet."""
     COMPLETED = "completed"
     """The model ended its answer itself."""
     TRUNCATED = "truncated"
     """A budget in tokens, turns or tool calls ended it; it is scored and trained on."""
     ABORTED = "aborted"
-    """Stopped from outside (enough samples, weight update); may be resumed."""
+    """Stopped from outside (enough samples, weight update). Generated again, it restarts from its prompt."""
     FAILED = "failed"
     """An outage (engine, tool, reward): counted, never trained on."""
 
@@ -69,6 +69,8 @@ class Sample:
     """Executed tool calls."""
     num_tool_errors: int = 0
     """Of these, calls whose observation reports an error."""
+    num_malformed_calls: int = 0
+    """Attempts to call that could not be executed: unreadable, an unknown tool, wrong arguments."""
     reward: float | dict[str, Any] | None = None
     status: SampleStatus = SampleStatus.PENDING
     error: str | None = None
@@ -81,7 +83,8 @@ class Sample:
     def reset(self) -> None:
         """Forget any earlier attempt, so that a retry starts from the prompt alone."""
         self.tokens, self.loss_mask, self.rollout_log_probs, self.weight_versions = [], [], [], []
-        self.response_length = self.num_turns = self.num_tool_calls = self.num_tool_errors = 0
+        self.response_length = self.num_turns = 0
+        self.num_tool_calls = self.num_tool_errors = self.num_malformed_calls = 0
         self.response, self.reward, self.error = "", None, None
         self.status = SampleStatus.PENDING
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from slime_retool.errors import EngineError
 from slime_retool.rollout.context import Completion
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -71,16 +73,22 @@ def encode(text: str) -> list[int]:
 
 
 def call_text(code: str) -> str:
-    import json
-
+    """A call in Qwen's format."""
     return '<tool_call>\n{"name": "code_interpreter", "arguments": ' + json.dumps({"code": code}) + "}\n</tool_call>"
+
+
+def code_text(code: str) -> str:
+    """A call in the ReTool paper's format."""
+    return f"<code>\n```python\n{code}\n```\n</code>"
 
 
 @dataclass
 class ScriptedEngine:
     """Replies with the given turns (text or ids, and a finish reason); the last one is repeated for ever.
 
-    Like a real engine it stops at `max_new_tokens` with finish reason "length".
+    Like a real engine it stops at `max_new_tokens` with finish reason "length", and behind the first stop text of a
+    turn of text; the rest of that turn is what it generates next. With `trim_stop` it leaves the stop text out,
+    although told not to. Reason "down" is an outage.
     """
 
     turns: list[tuple[str | list[int], str]]
@@ -88,14 +96,27 @@ class ScriptedEngine:
     replies: list[Completion] = field(default_factory=list)
     params: list[dict[str, Any]] = field(default_factory=list)
     sessions: list[str | None] = field(default_factory=list)
+    trim_stop: bool = False
+    _script: list[tuple[str | list[int], str]] | None = None
 
     async def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
     ) -> Completion:
-        turn, reason = self.turns[min(len(self.requests), len(self.turns) - 1)]
-        ids = encode(turn) if isinstance(turn, str) else list(turn)
-        if reason == "stop" and isinstance(turn, str):
-            ids += encode("<|im_end|>")
+        if self._script is None:
+            self._script = list(self.turns)
+        turn, reason = self._script.pop(0) if len(self._script) > 1 else self._script[0]
+        if reason == "down":
+            raise EngineError("the script says so")
+        stop = next((text for text in sampling_params.get("stop", ()) if isinstance(turn, str) and text in turn), None)
+        if stop is not None and reason == "stop":
+            end = turn.index(stop) + len(stop)
+            if turn[end:]:
+                self._script.insert(0, (turn[end:], reason))
+            ids = encode(turn[: end - len(stop)] if self.trim_stop else turn[:end])
+        else:
+            ids = encode(turn) if isinstance(turn, str) else list(turn)
+            if reason == "stop" and isinstance(turn, str):
+                ids += encode("<|im_end|>")
         if len(ids) > sampling_params["max_new_tokens"]:
             ids, reason = ids[: sampling_params["max_new_tokens"]], "length"
         number = len(self.requests)

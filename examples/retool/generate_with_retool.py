@@ -10,7 +10,8 @@ the final answer by the DAPO rule and adds the tool-use shaping.
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from tool_sandbox import make_tools
@@ -19,14 +20,24 @@ from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 from slime_retool.reward import compute_score, conversation_messages, shape_tool_use
 from slime_retool.rollout.context import current_context
-from slime_retool.tool_use import ConversationRenderer, LoopBudgets, run_tool_loop
+from slime_retool.tool_use import LoopBudgets, ToolRegistry, make_format, run_tool_loop
 from slime_retool.types import Sample
+
+MakeTools = Callable[[Config], AbstractAsyncContextManager[ToolRegistry]]
 
 
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate one response with tools; the tools are the data row's, or all that are registered.
+    """`generate_with_tools` with the recipe's tools."""
+    return await generate_with_tools(make_tools, args, sample, sampling_params)
 
-    `sampling_params["max_new_tokens"]`, where given, is the budget of the whole response, observations included.
+
+async def generate_with_tools(
+    make_tools: MakeTools, args: Config, sample: Sample, sampling_params: dict[str, Any]
+) -> Sample:
+    """Generate one response with tools; the model is offered the data row's, or all that are registered.
+
+    `make_tools` is entered once and shared by all samples. `sampling_params["max_new_tokens"]`, where given, is the
+    budget of the whole response, observations included.
     """
     context = current_context()
     if context.engine is None:
@@ -34,8 +45,9 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     registry = await context.resource("tools", make_tools)
     schemas = sample.tools or registry.schemas()
     registry.require(schemas)
-    renderer = await context.resource(
-        "renderer " + json.dumps(schemas), lambda _: nullcontext(ConversationRenderer(context.tokenizer, schemas))
+    tool_format = await context.resource(
+        "tool format " + json.dumps(schemas),
+        lambda _: nullcontext(make_format(args.tool_format, context.tokenizer, schemas)),
     )
     budgets = LoopBudgets(
         max_response_tokens=sampling_params.get("max_new_tokens", args.rollout_max_response_len),
@@ -44,7 +56,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
         max_tool_calls=args.max_tool_calls,
         max_observation_tokens=args.max_observation_tokens,
     )
-    return await run_tool_loop(context.engine, renderer, registry, sample, sampling_params, budgets)
+    return await run_tool_loop(context.engine, tool_format, registry, sample, sampling_params, budgets)
 
 
 async def reward_func(args: Config, sample: Sample, **kwargs: Any) -> dict[str, Any]:

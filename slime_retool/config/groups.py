@@ -128,7 +128,12 @@ class RolloutArgs:
 class ToolArgs:
     """Tools and sandbox."""
 
-    tool_format: str = flag("qwen", choices=("qwen",), help="How calls and observations are written.")
+    tool_format: str = flag(
+        "qwen",
+        choices=("qwen", "retool"),
+        help="How calls and observations are written (docs/tools.md): JSON calls as in Qwen's chat template, or the "
+        "ReTool paper's code and interpreter tags.",
+    )
     max_turns: int = flag(16, help="Assistant turns in one response.")
     max_tool_calls: int = flag(16, help="Executed tool calls in one response.")
     max_observation_tokens: int = flag(512, help="Tokens of one observation; the middle is cut, the last line kept.")

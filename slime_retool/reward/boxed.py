@@ -29,7 +29,7 @@ def without_tool_text(response: str) -> str:
 
     An answer that only the tool printed, or that only stands in code, is not the model's answer.
     """
-    for tag in ("tool_call", "tool_response"):
+    for tag in ("tool_call", "tool_response", "code", "interpreter"):
         response = _without(response, f"<{tag}>", f"</{tag}>")
     return response
 

@@ -24,6 +24,7 @@ REPORTED = {
     "reward_mean": "reward",
     "tool_call_rate": "tool_call_rate",
     "tool_error_rate": "tool_error_rate",
+    "malformed_call_rate": "malformed_call_rate",
     "mean_turns": "mean_turns",
     "response_tokens_mean": "response_length",
     "truncated_ratio": "truncated",

@@ -44,6 +44,7 @@ def sample_figures(samples: Sequence[Sample], reward_key: str | None) -> dict[st
         "tool_call_rate": share(sample.num_tool_calls > 0 for sample in usable),
         "tool_calls_mean": calls / len(usable),
         "tool_error_rate": sum(sample.num_tool_errors for sample in usable) / max(calls, 1),
+        "malformed_call_rate": share(sample.num_malformed_calls > 0 for sample in usable),
         # Observations hold 0.0, so the sum is over the model's own tokens.
         "log_prob_mean": sum(sum(sample.rollout_log_probs) for sample in usable) / max(sum(model_tokens), 1),
     }

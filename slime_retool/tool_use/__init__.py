@@ -1,20 +1,27 @@
 """Tool calls: found in model output, executed, and written back as token ids."""
 
-from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult
-from slime_retool.tool_use.conversation import ConversationRenderer, check_template
+from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult, Turn
+from slime_retool.tool_use.format import FORMATS, ToolFormat, make_format
 from slime_retool.tool_use.loop import LoopBudgets, run_tool_loop
 from slime_retool.tool_use.parser import parse_tool_calls
+from slime_retool.tool_use.qwen import QwenFormat, check_template
 from slime_retool.tool_use.registry import Tool, ToolRegistry
+from slime_retool.tool_use.retool import RetoolFormat
 
 __all__ = [
-    "ConversationRenderer",
+    "FORMATS",
     "LoopBudgets",
+    "QwenFormat",
+    "RetoolFormat",
     "Tool",
     "ToolCall",
     "ToolCallError",
+    "ToolFormat",
     "ToolRegistry",
     "ToolResult",
+    "Turn",
     "check_template",
+    "make_format",
     "parse_tool_calls",
     "run_tool_loop",
 ]

@@ -28,3 +28,20 @@ class ToolResult:
     text: str
     is_error: bool = False
     """The call itself went wrong (an exception, a time limit); counted, and shown all the same."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """What the model wrote since the prompt or the last observation, read by a `ToolFormat`."""
+
+    text: str
+    """All of it, with the end token if it is there."""
+    calls: list[ToolCall | ToolCallError]
+    unfinished: bool = False
+    """The engine stopped in the middle of a call; generation has to go on before there is something to answer."""
+    over: bool = True
+    """The model ended it with an end token, or the format knows no other way."""
+    missing: str = ""
+    """Text that ends the turn but is not among its ids, because the engine stopped for another reason or trimmed it.
+
+    It is appended as the observation's, with loss mask 0."""

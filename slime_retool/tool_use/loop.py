@@ -1,10 +1,10 @@
 """The conversation between a model and its tools, for one sample: ids in, ids out.
 
-Each round: send all ids, append the engine's ids and log-probs as they are, parse the turn's text, run its
-calls at once, append the observations' ids with loss mask 0.
+Each round: send all ids, append the engine's ids and log-probs as they are, read the turn's calls, run them at once,
+append the observations' ids with loss mask 0. How calls and observations are written is the `ToolFormat`'s.
 
 How it ends:
-- COMPLETED: a turn without calls.
+- COMPLETED: a turn without calls, malformed ones included.
 - TRUNCATED: a budget in tokens, turns or tool calls is used up. Observations that leave the model no token to
   answer are not appended.
 - ABORTED: the engine was told to stop.
@@ -14,14 +14,13 @@ How it ends:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime_retool.errors import ConfigError, EngineError, RolloutError
-from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult
-from slime_retool.tool_use.conversation import ConversationRenderer
-from slime_retool.tool_use.parser import parse_tool_calls
+from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult, Turn
+from slime_retool.tool_use.format import ToolFormat
 from slime_retool.tool_use.registry import ToolRegistry
 from slime_retool.types import Sample, SampleStatus
 
@@ -38,6 +37,7 @@ class LoopBudgets:
     max_context_tokens: int | None = None
     """Prompt and response together."""
     max_turns: int = 16
+    """Requests to the engine."""
     max_tool_calls: int = 16
     """Executed calls. After the last one the model still gets to see its result and answer."""
     max_observation_tokens: int = 512
@@ -64,44 +64,67 @@ class LoopBudgets:
 
 async def run_tool_loop(
     engine: GenerationEngine,
-    renderer: ConversationRenderer,
+    tool_format: ToolFormat,
     registry: ToolRegistry,
     sample: Sample,
     sampling_params: dict[str, Any],
     budgets: LoopBudgets,
 ) -> Sample:
-    """Generate one response with tools into `sample`, from its prompt on; anything from an earlier try is dropped.
+    """Generate one response with tools into `sample`.
+
+    It always starts from the prompt: what an earlier try left (an aborted or failed one, say) is dropped.
 
     Raises EngineError or ToolUnavailable on an outage, RolloutError when the prompt leaves no room for a response.
     """
     sample.reset()
-    sample.tokens = renderer.prompt_ids(sample.prompt)
+    sample.tokens = tool_format.prompt_ids(sample.prompt)
     if budgets.remaining(sample) < 1:
         raise RolloutError(
             f"the prompt has {len(sample.tokens)} tokens and leaves no room for a response within "
             f"rollout_max_context_len {budgets.max_context_tokens}; raise it or set rollout_max_prompt_len"
         )
+    params = _with_stop(sampling_params, tool_format.stop)
+    turn_start = len(sample.tokens)
+    texts: list[str] = []  # of what stands before turn_start, so that no turn is decoded twice
     while sample.status is SampleStatus.PENDING:
-        params = {**sampling_params, "max_new_tokens": budgets.remaining(sample)}
+        limit = budgets.remaining(sample)
         # A copy: the engine must not see ids that are appended while it still holds the request.
-        completion = await engine.generate(list(sample.tokens), params, session=str(sample.index))
-        _append_turn(sample, completion, renderer, params["max_new_tokens"])
+        completion = await engine.generate(
+            list(sample.tokens), {**params, "max_new_tokens": limit}, session=str(sample.index)
+        )
+        _append_turn(sample, completion, limit)
         if completion.finish_reason == "abort":
             sample.status = SampleStatus.ABORTED
         elif completion.finish_reason == "length":
             sample.status = SampleStatus.TRUNCATED
         else:
-            calls = parse_tool_calls(renderer.text(completion.ids), renderer.tools)
-            if not calls:
+            turn = tool_format.read_turn(sample.tokens[turn_start:])
+            turn_end = len(sample.tokens)
+            if not turn.unfinished:
+                for call in turn.calls:
+                    sample.num_malformed_calls += isinstance(call, ToolCallError)
+            if not turn.calls and not turn.unfinished:
                 sample.status = SampleStatus.COMPLETED
-            elif not await _answer_calls(sample, calls, renderer, registry, budgets):
+            elif not await _answer(sample, turn, tool_format, registry, budgets):
                 sample.status = SampleStatus.TRUNCATED
-    sample.response = renderer.text(sample.tokens[sample.prompt_length :])
+            elif not turn.unfinished:
+                texts += [turn.text, tool_format.text(sample.tokens[turn_end:])]
+                turn_start = len(sample.tokens)
+    sample.response = "".join(texts) + tool_format.text(sample.tokens[turn_start:])
     sample.check()
     return sample
 
 
-def _append_turn(sample: Sample, completion: Completion, renderer: ConversationRenderer, limit: int) -> None:
+def _with_stop(sampling_params: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """Parameters that also stop at `texts`, which the engine is to leave in the ids."""
+    if not texts:
+        return sampling_params
+    given = sampling_params.get("stop") or []
+    given = [given] if isinstance(given, str) else given
+    return {**sampling_params, "stop": [*given, *texts], "no_stop_trim": True}
+
+
+def _append_turn(sample: Sample, completion: Completion, limit: int) -> None:
     if len(completion.ids) != len(completion.log_probs) or len(completion.ids) > limit:
         raise EngineError(
             f"the engine must return one log-prob for each of at most {limit} tokens, got {len(completion.ids)} "
@@ -112,41 +135,44 @@ def _append_turn(sample: Sample, completion: Completion, renderer: ConversationR
     sample.num_turns += 1
 
 
-async def _answer_calls(
-    sample: Sample,
-    calls: Sequence[ToolCall | ToolCallError],
-    renderer: ConversationRenderer,
-    registry: ToolRegistry,
-    budgets: LoopBudgets,
+async def _answer(
+    sample: Sample, turn: Turn, tool_format: ToolFormat, registry: ToolRegistry, budgets: LoopBudgets
 ) -> bool:
-    """Run a turn's calls and append what they show; False when a budget ends the sample instead."""
+    """Run a turn's calls and append what they show; False when a budget ends the sample instead.
+
+    A turn that is unfinished has nothing to answer (its whole calls, if any, are answered when it is finished) and is
+    held to the same budgets.
+    """
     calls_left = budgets.max_tool_calls - sample.num_tool_calls
     if sample.num_turns >= budgets.max_turns or calls_left <= 0:
         return False
-    executed = [call for call in calls if isinstance(call, ToolCall)][:calls_left]
-    results = iter(await _all(registry.execute(call) for call in executed))
-    sample.num_tool_calls += len(executed)
     observations = []
-    for call in calls:
-        if isinstance(call, ToolCallError):
-            text = call.message
-        else:
-            result = next(results, None) or ToolResult(
-                f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools."
-            )
-            sample.num_tool_errors += result.is_error
-            text = result.text
-        observations.append(renderer.fit_observation(text, budgets.max_observation_tokens))
-    ids = renderer.observation_ids(observations, sample.tokens)
+    if not turn.unfinished:
+        executed = [call for call in turn.calls if isinstance(call, ToolCall)][:calls_left]
+        results = iter(await _all([registry.execute(call) for call in executed]))
+        sample.num_tool_calls += len(executed)
+        for call in turn.calls:
+            if isinstance(call, ToolCallError):
+                text = call.message
+            else:
+                result = next(results, None) or ToolResult(
+                    f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools."
+                )
+                sample.num_tool_errors += result.is_error
+                text = result.text
+            observations.append(tool_format.fit_observation(text, budgets.max_observation_tokens))
+    ids = tool_format.observation_ids(observations, turn)
     if len(ids) >= budgets.remaining(sample):
         return False
     sample.append(ids, log_probs=None)
     return True
 
 
-async def _all(running: Iterable[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
+async def _all(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
     """Await all at once; when one raises, the others are cancelled and have ended before it goes on."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in running]
+    if len(running) == 1:
+        return [await running[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in running]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime_retool.tool_use.codec import TextCodec
+
 # Tags that structure a conversation in the Qwen and ReTool formats, also where a tokenizer has no token for them.
 _TAGS = "tool_call|tool_response|tools|think|code|interpreter|answer"
 _TAG = re.compile(rf"<(?=/?(?:{_TAGS})\s*>|\|)", re.IGNORECASE)
@@ -17,7 +19,7 @@ class ObservationFilter:
     """Neutralises and shortens tool output for one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._codec = TextCodec(tokenizer)
         specials = {
             str(token.content)
             for token in tokenizer.added_tokens_decoder.values()
@@ -48,6 +50,8 @@ class ObservationFilter:
         exception's message stands.
         """
         text = text.rstrip()
+        if text.isascii() and len(text) < max_tokens:  # at most one token for a character, and one for the beginning
+            return text
         keep = min(len(text), _MAX_CHARS_PER_TOKEN * max_tokens)
         shown = _cut(text, keep)
         while (count := self._count(shown)) > max_tokens:
@@ -59,7 +63,7 @@ class ObservationFilter:
         return shown
 
     def _count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        return len(self._codec.encode(text))
 
 
 def _cut(text: str, keep: int) -> str:

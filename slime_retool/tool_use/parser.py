@@ -1,4 +1,4 @@
-"""Finds the tool calls in one assistant turn: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+"""Finds the tool calls in one turn of Qwen's format: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 The end of a call is where its JSON value ends, so code may contain any tag. Nothing that the model wrote is
 evaluated, and nothing here raises: what cannot be executed becomes a `ToolCallError`, which tells the model why.
@@ -76,8 +76,9 @@ def _skip_space(text: str, position: int) -> int:
 
 def _resume(text: str, position: int) -> int:
     """Where to go on after a broken call: behind its closing tag, or at the next opening one if that is nearer."""
-    closing, opening = text.find(CLOSE, position), text.find(OPEN, position)
-    if closing >= 0 and (opening < 0 or closing < opening):
+    opening = text.find(OPEN, position)
+    closing = text.find(CLOSE, position, opening if opening >= 0 else len(text))
+    if closing >= 0:
         return closing + len(CLOSE)
     return opening if opening >= 0 else position
 
