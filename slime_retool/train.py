@@ -158,8 +158,6 @@ class Loop:
             begin = time.monotonic()
             figures |= cluster.train(batch, rollout_id)
             figures["time/train_s"] = time.monotonic() - begin
-            if config.save is not None and (last or self._due(config.save_interval, rollout_id)):
-                cluster.save(rollout_id, {"data": self._rollout.state_dict()})
             if config.num_engines:
                 begin = time.monotonic()
                 cluster.check()
@@ -167,6 +165,12 @@ class Loop:
                 figures["time/update_weights_s"] = time.monotonic() - begin
         figures["time/step_s"] = time.monotonic() - started
         self._metrics.log(rollout_id, figures)
+        # After the figures are written: a run that is killed here repeats the step, and loses no line of it.
+        saves = config.save is not None and not config.debug_rollout_only
+        if saves and (last or self._due(config.save_interval, rollout_id)):
+            begin = time.monotonic()
+            cluster.save(rollout_id, {"data": self._rollout.state_dict()})
+            self._metrics.log(rollout_id, {"time/save_s": time.monotonic() - begin})
         if self._due(config.eval_interval, rollout_id) or (last and config.eval_interval is not None):
             self._evaluate(rollout_id)
         return figures

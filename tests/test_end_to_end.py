@@ -90,7 +90,7 @@ def test_trainer_and_engine_agree_before_and_after_a_weight_update(model: Path, 
 
 
 def test_a_killed_run_resumes_with_the_same_losses(model: Path, tmp_path: Path):
-    """SFT of five steps in one go, and killed after its second step's checkpoint: the same figures to the last bit."""
+    """SFT of eight steps in one go, and killed after its second step's checkpoint: the same figures to the last bit."""
     rows = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n * 7)}]}
         for n in range(9)
@@ -102,7 +102,7 @@ def test_a_killed_run_resumes_with_the_same_losses(model: Path, tmp_path: Path):
             "device": "cpu", "hf_checkpoint": model / "hf", "ref_load": model / "torch_dist",
             "prompt_data": tmp_path / "sft.jsonl", "input_key": "messages", "loss_type": "sft_loss",
             "rollout_function_path": "slime_retool.rollout.sft_rollout.generate_rollout",
-            "num_rollout": 5, "rollout_batch_size": 4, "lr": 1e-3, "lr_decay_style": "cosine",
+            "num_rollout": 8, "rollout_batch_size": 4, "lr": 1e-3, "lr_decay_style": "cosine",
             "save": tmp_path / name / "save", "load": tmp_path / name / "save", "save_interval": 1,
             "output_dir": tmp_path / name,
         }  # fmt: skip
@@ -128,7 +128,7 @@ def test_a_killed_run_resumes_with_the_same_losses(model: Path, tmp_path: Path):
         [(row["step"], row["train/loss"], row["train/grad_norm"], row["train/lr"]) for row in read_metrics(path)]
         for path in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "killed" / "metrics.jsonl")
     ]
-    assert len(figures[0]) == 5 and figures[0] == figures[1]
+    assert len(figures[0]) == 8 and figures[0] == figures[1]
 
 
 def command(model: Path, output: Path, **changes: object) -> list[str]:

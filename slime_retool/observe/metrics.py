@@ -24,7 +24,10 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        cut_off = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
+        if cut_off:  # the run before was killed within a line
+            self._file.write("\n")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -94,10 +97,16 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; after a resume, later lines of a step replace earlier ones."""
+    """The lines of a metrics.jsonl, merged by step; after a resume, later figures of a step replace earlier ones.
+
+    A line that was cut off when a run was killed is left out: its step was run again.
+    """
     steps: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").split("\n"):
         if line:
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
             steps.setdefault(row["step"], {}).update(row)
     return [steps[step] for step in sorted(steps)]

@@ -1,0 +1,38 @@
+"""metrics.jsonl: one row a step, whatever happened to the run that wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_retool.observe.metrics import JsonlTracker, read_metrics
+
+
+def log(path: Path, *rows: tuple[int, dict[str, float]]) -> None:
+    tracker = JsonlTracker(path)
+    for step, metrics in rows:
+        tracker.log(step, metrics)
+    tracker.close()
+
+
+def figures(path: Path) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(path)]
+
+
+def test_figures_of_a_step_are_merged_and_a_resumed_run_replaces_them(tmp_path: Path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    log(path, (0, {"loss": 3.0}), (0, {"save": 1.0}), (1, {"loss": 2.0}))
+    log(path, (1, {"loss": 2.5}))
+    assert figures(path) == [{"step": 0, "loss": 3.0, "save": 1.0}, {"step": 1, "loss": 2.5}]
+
+
+def test_figures_that_are_not_finite_are_null(tmp_path: Path):
+    log(tmp_path / "metrics.jsonl", (0, {"loss": float("nan")}))
+    assert figures(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": None}]
+
+
+def test_a_line_cut_off_by_a_kill_costs_nothing_but_itself(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    log(path, (0, {"loss": 3.0}), (1, {"loss": 2.0}))
+    path.write_bytes(path.read_bytes()[:-7])
+    log(path, (1, {"loss": 2.0}), (2, {"loss": 1.0}))
+    assert figures(path) == [{"step": step, "loss": 3.0 - step} for step in range(3)]
