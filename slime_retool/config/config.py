@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from megatron_bridge import flags
 from megatron_bridge.model_config import ModelArgs
@@ -97,9 +96,6 @@ class _TrainParser(flags.OneLineParser):
                 current.append(token)
         parsed.sglang_server_flags = server
         return parsed
-
-    def fail(self, message: str) -> NoReturn:
-        self.error(message)
 
 
 def build_parser(prog: str = "slime_retool.train") -> _TrainParser:

@@ -279,6 +279,6 @@ class TrackingArgs:
 class DebugArgs:
     """Partial runs."""
 
-    debug_train_only: bool = flag(False, help="Start no engines (SFT, or --load-rollout-data).")
+    debug_train_only: bool = flag(False, help="Start no engines (SFT).")
     debug_rollout_only: bool = flag(False, help="Generate and score, never train.")
     dry_run: bool = flag(False, help="Print the resolved configuration and stop.")
