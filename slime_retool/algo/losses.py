@@ -88,11 +88,11 @@ def policy_loss(
       `eps_clip_high` (default eps_clip) is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). `eps_clip_c` bounds
       the loss of negative advantages by -A c (dual clip, https://arxiv.org/abs/1912.09729).
     - gspo: the same with s = exp(mean of the sample's log ratios) for each of its tokens, in the token form
-      s * pi / stop_gradient(pi) (https://arxiv.org/abs/2507.18071 eq. 13): for one advantage per sample its value,
+      s * pi / stop_gradient(pi) (https://arxiv.org/abs/2507.18071 section 4.3): for one advantage per sample its value,
       clipping and gradient are those of the sequence form. Needs `sample_of` and `token_counts`; a sample split over
       context-parallel ranks is summed over `cp_group`, whose ranks must call this for the same samples.
     - cispo: -A stop_gradient(clip(r, 1 - eps_clip, 1 + eps_clip_high)) log_probs: every token keeps its gradient
-      (https://arxiv.org/abs/2506.13585 eq. 4; eps_clip 1 is its "no lower bound").
+      (https://arxiv.org/abs/2506.13585 section 3; eps_clip 1 leaves no lower bound).
 
     Log ratios are clamped to [-20, 20]. Metrics: pg_loss, clip_fraction (tokens where a clip is active), ppo_kl (mean
     of old - new, k1). Raises ValueError for an unknown `kind`.
@@ -165,7 +165,7 @@ def value_loss(
     errors = (values - returns).square()
     active = torch.zeros_like(weights)
     if value_clip is not None:
-        near = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        near = values.clamp(old_values - value_clip, old_values + value_clip)
         clipped_errors = (near - returns).square()
         active = (clipped_errors > errors).to(weights.dtype)
         errors = torch.maximum(errors, clipped_errors)
