@@ -6,6 +6,8 @@ Shapes. T = tokens of the micro-batch, V = padded vocabulary, H = hidden size, t
 
 - last pipeline stage: logits [1, T, V/tp], this rank's slice of the vocabulary, in `params_dtype`. Columns of the
   padding are `PADDED_LOGIT`, so that a softmax over all V columns is the softmax over the real vocabulary.
+- with `output="hidden"`, the last stage returns the hidden states behind the final norm instead, [1, T, H] ([1, T/tp,
+  H] with sequence parallelism), for a caller that makes log-probs from them and `output_weight(model)` in chunks.
 - other stages: hidden states [T, 1, H] ([T/tp, 1, H] with sequence parallelism), for the next stage.
 - `packed` from `packed_seq_params(lengths)`; the lengths must sum to T, so padding is a sequence of its own. T must
   be a multiple of tp with sequence parallelism. Rotary positions restart in every sequence, whatever
@@ -136,11 +138,13 @@ def build_gpt_model(
     vp_stage: int | None = None,
     transformer_impl: str = "auto",
     parallel_output: bool = True,
+    output: str = "logits",
 ):  # type: ignore[no-untyped-def]
     """This rank's part of the model (`parallel_state` must be initialised, see `init_parallel`).
 
     `config` comes from `transformer_config`. `pre_process` and `post_process` say whether this pipeline stage
     holds the embedding and the output layer. `parallel_output=False` gathers the logits over tensor-parallel ranks.
+    `output` is what the last stage returns: `logits` or `hidden` (see the module's docstring).
     On a GPU the parameters are created there. Build under `torch.device("meta")`, with a config that has
     `use_cpu_initialization=True, perform_initialization=False`, to get shapes without memory.
     """
@@ -168,9 +172,31 @@ def build_gpt_model(
         rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    if post_process:
+    assert output in ("logits", "hidden")
+    if post_process and output == "hidden":
+        _return_hidden_states(gpt)
+    elif post_process:
         _mask_padded_vocabulary(gpt, model, tp, parallel_output)
     return gpt
+
+
+def output_weight(gpt: Any) -> torch.nn.Parameter:
+    """This rank's rows of the output layer [V/tp, H], on the last pipeline stage; with tied embeddings, those."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return gpt.output_layer.weight
+
+
+def _return_hidden_states(gpt: Any) -> None:
+    """Let the output layer hand through what it gets.
+
+    It is still called as a module: Megatron's overlapped parameter gather waits for its weight in a hook of the call.
+    """
+
+    def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any) -> tuple[torch.Tensor, None]:
+        return hidden, None
+
+    gpt.output_layer.forward = forward
 
 
 def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int, parallel_output: bool) -> None:

@@ -1,90 +1,13 @@
-"""Log-probs and losses against float64 autograd and NumPy."""
+"""Losses against float64 autograd and NumPy."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from dist_utils import run_distributed
 
 from slime_retool.algo import losses
 from slime_retool.algo.kl import kl_estimate
-from slime_retool.algo.log_probs import vocab_parallel_log_probs
-
-T, V, PADDED, TEMPERATURE = 13, 37, 40, 0.7
-
-
-def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(T, PADDED, generator=generator)
-    targets = torch.randint(0, V, (T,), generator=generator)
-    return logits, targets, torch.randn(T, generator=generator), torch.randn(T, generator=generator)
-
-
-def _reference() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log-probs, entropy and the gradient of a mixture of both, by torch's own float64 softmax."""
-    logits, targets, a, b = _inputs()
-    z = logits.double().requires_grad_()
-    log_p = torch.log_softmax(z[:, :V] / TEMPERATURE, dim=-1)
-    log_probs = log_p.gather(1, targets[:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    (a.double() * log_probs + b.double() * entropy).sum().backward()
-    assert z.grad is not None
-    return log_probs.detach(), entropy.detach(), z.grad
-
-
-def _ours(rank: int, world_size: int, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logits, targets, a, b = _inputs()
-    group = torch.distributed.group.WORLD if world_size > 1 else None
-    width = PADDED // world_size
-    z = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
-    log_probs, entropy = vocab_parallel_log_probs(
-        z, targets, vocab_size=V, temperature=TEMPERATURE, with_entropy=True, tp_group=group, chunk_size=chunk_size
-    )
-    (a * log_probs + b * entropy).sum().backward()
-    assert z.grad is not None
-    return log_probs.detach(), entropy.detach(), z.grad
-
-
-@pytest.mark.parametrize("chunk_size", [1, 5, 1024])
-def test_log_probs_entropy_and_gradient_equal_float64_autograd(chunk_size: int) -> None:
-    for got, want in zip(_ours(0, 1, chunk_size), _reference(), strict=True):
-        assert torch.allclose(got.double(), want, atol=2e-6)
-
-
-def test_vocabulary_split_over_ranks_changes_nothing() -> None:
-    results = run_distributed(_ours, 2, 4)
-    log_probs, entropy, grad = _reference()
-    for result in results:
-        assert torch.allclose(result[0].double(), log_probs, atol=2e-6)
-        assert torch.allclose(result[1].double(), entropy, atol=2e-6)
-    assert torch.allclose(torch.cat([result[2] for result in results], 1).double(), grad, atol=2e-6)
-
-
-def test_padded_columns_get_no_gradient() -> None:
-    assert torch.all(_ours(0, 1, 4)[2][:, V:] == 0)
-
-
-def test_bf16_logits_get_a_bf16_gradient() -> None:
-    z = torch.randn(4, 8).bfloat16().requires_grad_()
-    vocab_parallel_log_probs(z, torch.tensor([0, 1, 2, 3]), vocab_size=8)[0].sum().backward()
-    assert z.grad is not None and z.grad.dtype == torch.bfloat16
-
-
-def test_nan_logits_at_unread_positions_reach_neither_loss_nor_gradient() -> None:
-    z = torch.randn(3, 8)
-    z[1] = float("nan")
-    z.requires_grad_()
-    weights = torch.tensor([0.5, 0.0, 0.5])
-    log_probs, entropy = vocab_parallel_log_probs(z, torch.tensor([1, 2, 3]), vocab_size=8, with_entropy=True)
-    loss = losses.sft_loss(log_probs, weights)[0] - 0.1 * losses.entropy_bonus(entropy, weights)[0]
-    loss.backward()
-    assert z.grad is not None
-    assert torch.isfinite(loss) and torch.isfinite(z.grad).all() and torch.all(z.grad[1] == 0)
-
-
-def test_temperature_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="--rollout-temperature"):
-        vocab_parallel_log_probs(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), vocab_size=2, temperature=0.0)
+from slime_retool.algo.segments import Segments
 
 
 def test_at_ratio_one_the_gradient_is_the_policy_gradient() -> None:
@@ -124,13 +47,22 @@ def test_nan_under_weight_zero_changes_neither_loss_nor_gradient() -> None:
 
 
 def test_token_weights_hold_the_whole_denominator() -> None:
-    masks = [[0, 1, 1], [0, 1], [0, 0, 0]]
-    per_token = losses.token_weights(masks, per_token=True, total_tokens=3, num_samples=3)
-    assert per_token == [[0, 1 / 3, 1 / 3], [0, 1 / 3], [0, 0, 0]]
-    per_sample = losses.token_weights(masks, per_token=False, total_tokens=3, num_samples=3)
-    assert per_sample == [[0, 1 / 6, 1 / 6], [0, 1 / 3], [0, 0, 0]]
+    segments = Segments.of([[0, 1, 1], [0, 1], [0, 0, 0]])
+    per_token = losses.token_weights(segments, per_token=True)
+    assert per_token.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0])
+    per_sample = losses.token_weights(segments, per_token=False)  # the third sample has nothing to learn: no divisor
+    assert per_sample.tolist() == pytest.approx([0, 1 / 4, 1 / 4, 0, 1 / 2, 0, 0, 0])
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_each_optimizer_step_has_its_own_denominator(per_token: bool) -> None:
+    masks = [[0, 1, 1], [0, 1], [0, 0, 0], [0, 1, 1, 1]]
+    got = losses.token_weights(Segments.of(masks), torch.tensor([0, 1, 1, 0]), per_token=per_token).split([3, 2, 3, 4])
+    first = losses.token_weights(Segments.of([masks[0], masks[3]]), per_token=per_token)
+    second = losses.token_weights(Segments.of(masks[1:3]), per_token=per_token)
+    assert torch.equal(torch.cat([got[0], got[3]]), first) and torch.equal(torch.cat([got[1], got[2]]), second)
 
 
 def test_without_learned_tokens_every_weight_is_zero() -> None:
     for per_token in (True, False):
-        assert losses.token_weights([[0, 0]], per_token=per_token, total_tokens=0, num_samples=1) == [[0.0, 0.0]]
+        assert losses.token_weights(Segments.of([[0, 0]]), per_token=per_token).tolist() == [0.0, 0.0]

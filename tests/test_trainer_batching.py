@@ -89,8 +89,7 @@ def _batch() -> TrainBatch:
 def _data() -> TokenData:
     return TokenData(
         weights=torch.tensor([0, 0.25, 0.25, 0, 0.5]),
-        token_mean=torch.tensor([9, 1, 1, 9, 1]) / 3,
-        rollout_log_probs=_batch().rollout_log_probs,
+        old_log_probs=_batch().rollout_log_probs,
     )
 
 
@@ -114,11 +113,17 @@ def test_packing_shifts_targets_within_each_sequence_and_pads_with_its_own() -> 
     assert packed.lengths == [3, 2, 3]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     assert packed.targets.tolist() == [12, 13, 0, 22, 0, 0, 0, 0]
-    assert packed.data is not None and packed.data.rollout_log_probs is not None
+    assert packed.data is not None and packed.data.old_log_probs is not None
     assert packed.data.weights.tolist() == [0.25, 0.25, 0, 0.5, 0, 0, 0, 0]
-    assert packed.data.rollout_log_probs.tolist() == [-0.5, -0.25, 0, -1.0, 0, 0, 0, 0]
-    assert packed.data.token_mean.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0])
-    assert packed.data.old_log_probs is None
+    assert packed.data.old_log_probs.tolist() == [-0.5, -0.25, 0, -1.0, 0, 0, 0, 0]
+    assert packed.data.returns is None
+
+
+def test_packing_says_which_positions_are_learned_and_whose_they_are() -> None:
+    packed = pack(_batch(), [1, 0], multiple=4)
+    assert packed.learned.tolist() == [0, 2, 3]
+    assert packed.sample_of.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert packed.token_counts.tolist() == [1, 2, 0]
 
 
 def test_an_empty_micro_batch_is_padding_without_weight() -> None:
@@ -137,6 +142,6 @@ def test_unpacking_turns_values_at_logits_back_into_values_of_tokens(
     values[batch.starts] = 0
     order = rng.sample(range(len(lengths)), len(lengths))
     cut = rng.randint(0, len(order))
-    data = TokenData(weights=values, token_mean=values)
+    data = TokenData(weights=values)
     packed = [pack(batch, part, data=data, multiple=multiple) for part in (order[:cut], order[cut:])]
     assert torch.equal(unpack([(p.target_index, p.data.weights) for p in packed if p.data], len(values)), values)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime_retool.algo.segments import Segments
 from slime_retool.types import TrainSample
 
 
@@ -18,9 +19,8 @@ from slime_retool.types import TrainSample
 class TrainBatch:
     """The samples of a rollout, or some of them."""
 
+    segments: Segments
     tokens: Tensor  # [N] int32
-    mask: Tensor  # [N] bool, True = learned
-    lengths: Tensor  # [S] int64
     rewards: Tensor  # [S] fp64
     groups: Tensor  # [S] int64
     rollout_log_probs: Tensor | None  # [N] fp32
@@ -30,9 +30,11 @@ class TrainBatch:
     def from_samples(cls, samples: Sequence[TrainSample]) -> TrainBatch:
         """Lay samples end to end. Log-probs are kept when every sample has them."""
         return cls(
+            segments=Segments(
+                lengths=torch.tensor([s.length for s in samples], dtype=torch.int64),
+                mask=_flat([s.loss_mask for s in samples], torch.int8).bool(),
+            ),
             tokens=_flat([s.tokens for s in samples], torch.int32),
-            mask=_flat([s.loss_mask for s in samples], torch.int8).bool(),
-            lengths=torch.tensor([s.length for s in samples], dtype=torch.int64),
             rewards=torch.tensor([s.reward for s in samples], dtype=torch.float64),
             groups=torch.tensor([s.group_index for s in samples], dtype=torch.int64),
             rollout_log_probs=_flat_or_none([s.rollout_log_probs for s in samples]),
@@ -40,12 +42,12 @@ class TrainBatch:
         )
 
     @property
-    def num_samples(self) -> int:
-        return len(self.lengths)
+    def lengths(self) -> Tensor:  # [S] int64
+        return self.segments.lengths
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
+    def mask(self) -> Tensor:  # [N] bool, True = learned
+        return self.segments.mask
 
     @property
     def starts(self) -> Tensor:  # [S] int64
@@ -53,8 +55,12 @@ class TrainBatch:
         return self.lengths.cumsum(0) - self.lengths
 
     @property
-    def num_loss_tokens(self) -> int:
-        return int(self.mask.sum())
+    def num_samples(self) -> int:
+        return self.segments.num_samples
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments.num_tokens
 
 
 def _flat(arrays: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -24,14 +24,14 @@ class TokenData:
 
     weights: Tensor
     """The loss's whole denominator; 0 = not learned."""
-    token_mean: Tensor
-    """mask / learned tokens of the optimizer step's batch, for means over tokens."""
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None
     """The policy's before this rollout's first optimizer step."""
     ref_log_probs: Tensor | None = None
-    rollout_log_probs: Tensor | None = None
     teacher_log_probs: Tensor | None = None
+    old_values: Tensor | None = None
+    """The critic's before this rollout's first optimizer step."""
+    returns: Tensor | None = None
 
     def gather(self, index: Tensor, device: torch.device | str) -> TokenData:
         """Entries at `index`, 0 where it is negative, on `device`."""
@@ -50,6 +50,9 @@ class PackedBatch:
     position_ids: Tensor  # [1, T] int64, from 0 in each sequence
     targets: Tensor  # [T] int64
     target_index: Tensor  # [T] int64, on the CPU: where the target lies among all tokens of the batch; -1 = none
+    learned: Tensor  # [M] int64: positions whose target is learned, ascending; nothing else is read from the model
+    sample_of: Tensor  # [T] int64: the sequence, from 0, that a position belongs to
+    token_counts: Tensor  # [sequences] int64: learned tokens of each
     data: TokenData | None
     """None in a forward-only pass."""
 
@@ -81,12 +84,18 @@ def pack(
     target_index = torch.cat([target_index, torch.full((padding,), -1)])
     tokens = torch.cat([batch.tokens[source].long(), torch.zeros(padding, dtype=torch.int64)])
     targets = batch.tokens[target_index.clamp(min=0)].long().masked_fill_(target_index < 0, 0)
+    learned = (batch.mask[target_index.clamp(min=0)] & (target_index >= 0)).nonzero()[:, 0]
+    all_lengths = torch.cat([lengths, torch.tensor([padding])]) if padding else lengths
+    counts = batch.segments.counts[chosen]
     return PackedBatch(
-        lengths=[*lengths.tolist(), *([padding] if padding else [])],
+        lengths=all_lengths.tolist(),
         tokens=tokens[None].to(device),
         position_ids=torch.cat([position, torch.arange(padding)])[None].to(device),
         targets=targets.to(device),
         target_index=target_index,
+        learned=learned.to(device),
+        sample_of=torch.arange(len(all_lengths)).repeat_interleave(all_lengths).to(device),
+        token_counts=(torch.cat([counts, counts.new_zeros(1)]) if padding else counts).to(device),
         data=None if data is None else data.gather(target_index, device),
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_bridge.model import build_gpt_model, packed_seq_params, transformer_config
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
+from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import MicroBatch, schedule
 from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, current_lr, optimizer_step
@@ -32,7 +33,7 @@ class LossOutput:
 
     loss: Tensor  # scalar, to be summed over micro-batches and data-parallel ranks
     metrics: dict[str, Tensor]
-    """Weighted sums, to be summed like the loss."""
+    """Weighted sums, to be summed like the loss; which ones is the same on every rank."""
     per_token: Tensor  # [T] fp32, detached: what the loss was computed from (log-probs, or values)
 
 
@@ -115,11 +116,16 @@ class ModelRole(ABC):
             pre_process=mpu.is_pipeline_first_stage(),
             post_process=mpu.is_pipeline_last_stage(),
             transformer_impl=self.config.transformer_impl,
+            output="hidden",
         )
 
     @abstractmethod
     def loss(self, batch: PackedBatch, output: Tensor) -> LossOutput:
         """Loss of one micro-batch from the model's output, on a last pipeline stage."""
+
+    @abstractmethod
+    def load(self) -> checkpoint.TrainerState | None:
+        """Resume, or take the first weights (None). CheckpointError or ConfigError where neither is possible."""
 
     @property
     def module(self) -> Any:
@@ -130,6 +136,32 @@ class ModelRole(ABC):
     def vocab_size(self) -> int:
         assert self.config.vocab_size is not None, "transformer_config refuses a model without it"
         return self.config.vocab_size
+
+    # Checkpoints
+
+    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+        """Write `--save`/iter_{rollout_id}; `extra` is JSON-able."""
+        if self.config.save is None:
+            raise ConfigError("saving needs a folder: give --save")
+        checkpoint.save(
+            self.config.save,
+            rollout_id,
+            module=self.module,
+            optimizer=None if self.config.no_save_optim else self.optimizer,
+            scheduler_steps=self.scheduler.num_steps,
+            extra=extra,
+        )
+
+    def resume(self, root: str, iteration: int | None = None) -> checkpoint.TrainerState:
+        """Go on from the newest checkpoint under `root`, or that of rollout `iteration`."""
+        state = checkpoint.load(
+            root, module=self.module, optimizer=self.optimizer, vocab_size=self.vocab_size, iteration=iteration
+        )
+        if not state.with_optimizer:
+            self.optimizer.reload_model_params()
+        self.scheduler.num_steps = state.scheduler_steps
+        self.scheduler.step(0)
+        return state
 
     # Passes over a batch
 
