@@ -86,12 +86,13 @@ def test_masked_tokens_and_padding_samples_change_nothing(estimator: str, seed: 
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"])
-@pytest.mark.parametrize("reward", [0.1, -1.0, 1e6 / 3])
+@pytest.mark.parametrize("reward", [0.1, -0.7, 1e6 / 3])
 def test_equal_rewards_of_a_group_give_exactly_zero(estimator: str, reward: float) -> None:
     segments = Segments.of([[0, 1, 1]] * 8)
     groups = torch.tensor([1, 1, 1, 1, 1, 1, 1, 2])
     for normalize_std in (True, False):
-        got = compute_advantages(estimator, segments, torch.full((8,), reward), groups, normalize_std=normalize_std)
+        rewards = torch.full((8,), reward, dtype=torch.float64)
+        got = compute_advantages(estimator, segments, rewards, groups, normalize_std=normalize_std)
         assert torch.all(got.advantages == 0)
 
 

@@ -66,7 +66,7 @@ def check(batch: Batch, name: str, loss: Loss, reference: Reference) -> losses.M
 def local_sample_of(batch: Batch) -> tuple[Tensor, Tensor]:
     """(sample of each token, poisoned where nothing is learned; learned tokens of each sample)."""
     segments = batch.segments
-    return torch.where(segments.mask, segments.sample_of, -99), segments.counts
+    return torch.where(segments.mask, segments.sample_of, 10**6), segments.counts
 
 
 @pytest.mark.parametrize("token_level", [True, False])

@@ -136,10 +136,13 @@ def _sample_means(
 ) -> Tensor:
     """Each learned token's mean over its whole sample [T], 0 elsewhere."""
     own = torch.where(weights > 0, sample_of, 0)
-    sums = values.new_zeros(len(token_counts)).index_add_(0, own, safe(values, weights))
+    # In float64 the order of the additions, which a GPU does not fix, is lost in rounding.
+    sums = torch.zeros(len(token_counts), dtype=torch.float64, device=values.device)
+    sums.index_add_(0, own, safe(values, weights).double())
     if cp_group is not None and cp_group.size() > 1:
         dist.all_reduce(sums, group=cp_group)
-    return safe((sums / token_counts.clamp(min=1))[own], weights)
+    means = (sums / token_counts.clamp(min=1)).to(values.dtype)
+    return safe(means[own], weights)
 
 
 def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, weights: Tensor, kind: str) -> tuple[Tensor, Metrics]:
