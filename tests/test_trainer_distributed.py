@@ -230,7 +230,7 @@ def _assert_same(got: dict[str, Any], want: dict[str, Any], *, log_probs: bool =
 def test_gradient_equals_plain_float64_autograd(one: dict[str, Any], tied: bool) -> None:
     """The whole objective, sample by sample, on transformers' Qwen3 in float64, without packing or clipping code."""
     name = "tied" if tied else "untied"
-    policy, reference = _hf_model(one[f"{name}/policy"], tied), _hf_model(one[f"{name}/start"], tied)
+    policy, reference = hf_model(one[f"{name}/policy"], tied), hf_model(one[f"{name}/start"], tied)
     samples = random_samples()
     total = torch.zeros((), dtype=torch.float64)
     diff, count = 0.0, 0
@@ -280,7 +280,7 @@ def grpo_by_hand(samples: list[TrainSample]) -> list[float]:
     return out
 
 
-def _hf_model(state: dict[str, torch.Tensor], tied: bool) -> Any:
+def hf_model(state: dict[str, torch.Tensor], tied: bool) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     c = tiny_config()
