@@ -10,6 +10,7 @@ import torch
 
 from slime_retool.algo import losses
 
+
 def _policy_numpy(
     new: np.ndarray, old: np.ndarray, adv: np.ndarray, low: float, high: float, c: float | None
 ) -> np.ndarray:

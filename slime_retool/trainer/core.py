@@ -101,6 +101,7 @@ class Trainer:
                 recompute_granularity=config.recompute_granularity,
                 recompute_method=config.recompute_method,
                 recompute_num_layers=config.recompute_num_layers,
+                recompute_modules=config.recompute_modules,
                 transformer_impl=config.transformer_impl,
                 # Token weights hold the denominator, so Megatron must sum micro-batches and replicas, not average.
                 calculate_per_token_loss=True,
@@ -118,11 +119,14 @@ class Trainer:
             post_process=self.is_last_stage,
             transformer_impl=config.transformer_impl,
             output="hidden",
+            gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         ).to(self.device)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.accumulate_allreduce_grads_in_fp32,
             # Megatron's sharded optimizer takes CUDA tensors only; on the CPU every replica keeps all of it.
             use_distributed_optimizer=config.use_distributed_optimizer and config.on_cuda,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+            overlap_param_gather=config.overlap_param_gather,
         )
         self.model = DistributedDataParallel(config=self.model_config, ddp_config=ddp_config, module=module)
         self.optimizer = build_optimizer(config, self.model, self.dtype)
@@ -169,6 +173,9 @@ class Trainer:
                 ref = self.reference_log_probs(samples)
         prepared = time.perf_counter()
         results = [self._train_step(samples, step, old, ref) for step in steps]
+        if config.overlap_param_gather:
+            # The next forward would gather them; whoever reads weights before that needs them now.
+            self.model.start_param_sync(force_sync=True)
         end = time.perf_counter()
         metrics = {f"train/{k}": sum(r.metrics[k] for r in results) / len(results) for k in results[0].metrics}
         if config.use_rollout_logprobs and "train/logprob_abs_diff" in metrics:
@@ -251,7 +258,7 @@ class Trainer:
         return unused
 
     def _loss(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of one micro-batch from hidden states [1, T, H]; Megatron wants (loss, number of tokens, what to report)."""
+        """Loss of one micro-batch from hidden states [1, T, H]; Megatron wants (loss, token count, what to report)."""
         config = self.config
         sft = config.loss_type == "sft_loss"
         log_probs, entropy = self._log_probs_of(batch, hidden, with_entropy=True)
@@ -292,7 +299,7 @@ class Trainer:
     # Log-probs
 
     def log_probs(self, samples: Sequence[TrainSample]) -> LogProbs:
-        """Log-prob of every learned token given those before it, at the rollout temperature, on every rank; others 0."""
+        """Log-prob of every learned token given those before it, at the rollout temperature; others 0."""
         packed = [pack(samples, i, multiple=self._multiple, device=self.device) for i in self._schedule(samples)]
         with torch.no_grad():
             per_micro_batch = self._run(packed, self._report_log_probs, forward_only=True)
