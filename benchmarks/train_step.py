@@ -133,9 +133,7 @@ def make_samples(case: Case, vocab_size: int, seed: int) -> list[Any]:
         prompt = max(1, min(200, length // 4))
         mask = [0] * prompt + [int(t % 400 < 340) for t in range(length - prompt)]
         tokens = rng.choices(range(vocab_size), k=length)
-        samples.append(
-            TrainSample(tokens, mask, reward=float(rng.random() < 0.5), index=index, group_index=index // 8)
-        )
+        samples.append(TrainSample(tokens, mask, reward=float(rng.random() < 0.5), index=index, group_index=index // 8))
     return samples
 
 
@@ -242,8 +240,8 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="train-step-") as scratch:
         result, logs = Path(scratch) / "result.json", [Path(scratch) / f"{r}.log" for r in range(case.world_size)]
         command = [
-            sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--result", str(result), "--port", str(port),
-            "--device", args.device, "--warmup", str(args.warmup), "--steps", str(args.steps),
+            sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--result", str(result),
+            "--port", str(port), "--device", args.device, "--warmup", str(args.warmup), "--steps", str(args.steps),
             *(["--profile"] if args.profile else []),
         ]  # fmt: skip
         children = []
@@ -278,7 +276,8 @@ def _tail(log: Path) -> str:
 
 
 HEADER = (
-    f"{'case':<24}{'MFU':>7}{'strict':>8}{'tok/s/GPU':>11}{'step s':>8}{'first s':>9}{'micro':>7}{'peak GiB':>10}  device"
+    f"{'case':<24}{'MFU':>7}{'strict':>8}{'tok/s/GPU':>11}{'step s':>8}{'first s':>9}{'micro':>7}{'peak GiB':>10}"
+    "  device"
 )
 
 
