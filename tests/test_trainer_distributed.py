@@ -23,6 +23,7 @@ RL = {**KL, "rollout_temperature": 0.8, "eps_clip": 0.1, "use_rollout_logprobs":
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2_overlapped": {"overlap_grad_reduce": True},
     "dp2": {},
     "dp2_one_each": {"use_dynamic_batch_size": False},
     "tp2": TP2,
