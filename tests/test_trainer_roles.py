@@ -26,7 +26,8 @@ COMMON = {"rollout_temperature": TEMPERATURE, "eps_clip": CLIP}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {
         "advantage_estimator": "ppo", "gamma": GAMMA, "lambd": LAM, "kl_coef": KL_COEF, "use_tis": True,
-        "calculate_per_token_loss": True, "tis_clip": 1.3, "tis_clip_low": 0.5, "value_clip": 0.0, "normalize_advantages": True,
+        "calculate_per_token_loss": True, "tis_clip": 1.3, "tis_clip_low": 0.5, "value_clip": 0.0,
+        "normalize_advantages": True,
     },
     "gspo": {"advantage_estimator": "gspo", "use_rollout_logprobs": True, "eps_clip": 0.05},
     "cispo": {"advantage_estimator": "cispo", "use_rollout_logprobs": True, "loss_constant_length": 7},

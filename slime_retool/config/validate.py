@@ -347,6 +347,11 @@ def _check_distillation(config: Config) -> None:
         f"--teacher-url must start with http:// or https://, got {url}",
     )
     _require(
+        weight == 0 or config.rollout_temperature == 1,
+        "--distill-coef compares with the teacher's log-probs, which are at temperature 1: --rollout-temperature must "
+        f"be 1, got {config.rollout_temperature}",
+    )
+    _require(
         weight == 0 or config.loss_type == "policy_loss",
         "--distill-coef learns from generated samples; drop it for --loss-type sft_loss",
     )
