@@ -20,7 +20,9 @@ import pickle
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
 from pathlib import Path
 from typing import Any, Literal
 
@@ -194,6 +196,35 @@ class EngineAdmin:
             raise WeightUpdateError(f"{self.url}{path} did not answer within {self.timeout:g} s") from error
         except (OSError, ValueError) as error:
             raise WeightUpdateError(f"{self.url}{path} cannot be reached: {error}") from error
+
+
+def every_engine(
+    engines: Sequence[EngineAdmin],
+    call: Callable[[EngineAdmin], None],
+    meanwhile: Callable[[list[Future[None]]], None] | None = None,
+) -> None:
+    """Call all engines at once, and `meanwhile(futures)` on this thread; raises the first engine's error."""
+    pool = ThreadPoolExecutor(len(engines), thread_name_prefix="engine-admin")
+    futures = [pool.submit(call, engine) for engine in engines]
+    try:
+        if meanwhile is not None:
+            try:
+                meanwhile(futures)
+            except Exception:
+                # An engine's own words say more than the broken connection that follows from them.
+                wait_futures(futures, timeout=5)
+                raise_first(futures)
+                raise
+        for future in futures:
+            future.result()
+    finally:
+        pool.shutdown(wait=False)
+
+
+def raise_first(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()
 
 
 class _EmptyTensor:

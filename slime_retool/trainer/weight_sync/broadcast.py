@@ -14,12 +14,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.admin import EngineAdmin, every_engine, raise_first
 from slime_retool.engine.process import free_ports
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
-from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, every_engine, raise_first, unless_refused
+from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, unless_refused
 
 NUM_BUFFERS = 2
 GROUP_NAME = "slime_retool"

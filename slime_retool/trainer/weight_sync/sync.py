@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.admin import EngineAdmin, every_engine
 from slime_retool.engine.checksum import tensor_checksum
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.core import Trainer
@@ -15,7 +15,7 @@ from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.broadcast import BroadcastTransport
 from slime_retool.trainer.weight_sync.disk import DiskTransport
 from slime_retool.trainer.weight_sync.ipc import IpcTransport
-from slime_retool.trainer.weight_sync.transport import Peers, Transport, every_engine
+from slime_retool.trainer.weight_sync.transport import Peers, Transport
 
 TRANSPORTS: dict[str, Callable[[Peers], Transport]] = {
     "ipc": IpcTransport,

@@ -1,18 +1,17 @@
-"""What the transports share: their interface, whom they talk to, and calling all engines at once."""
+"""What the transports share: their interface, whom they talk to, and waiting for a peer that may have given up."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 
-from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.admin import EngineAdmin, raise_first
 from slime_retool.trainer.core import Trainer
 
 R = TypeVar("R")
@@ -54,29 +53,6 @@ class Transport(Protocol):
         ...
 
 
-def every_engine(
-    engines: Sequence[EngineAdmin],
-    call: Callable[[EngineAdmin], None],
-    meanwhile: Callable[[list[Future[None]]], None] | None = None,
-) -> None:
-    """Call all engines at once, and `meanwhile(futures)` on this thread; raises the first engine's error."""
-    pool = ThreadPoolExecutor(len(engines), thread_name_prefix="weight-sync")
-    futures = [pool.submit(call, engine) for engine in engines]
-    try:
-        if meanwhile is not None:
-            try:
-                meanwhile(futures)
-            except Exception:
-                # An engine's own words say more than the broken connection that follows from them.
-                wait_futures(futures, timeout=5)
-                raise_first(futures)
-                raise
-        for future in futures:
-            future.result()
-    finally:
-        pool.shutdown(wait=False)
-
-
 def unless_refused(call: Callable[[], R], futures: Sequence[Future[None]]) -> R:
     """The result of `call`, or the first engine's error as soon as there is one.
 
@@ -98,9 +74,3 @@ def unless_refused(call: Callable[[], R], futures: Sequence[Future[None]]) -> R:
         raise_first(futures)
         time.sleep(0.0005)
     return result.result()
-
-
-def raise_first(futures: Sequence[Future[None]]) -> None:
-    for future in futures:
-        if future.done():
-            future.result()
