@@ -10,7 +10,7 @@ One trainer process and, for each measurement, one SGLang engine:
   gradients dropped again, engine weights resumed, trainer offloaded, engine cache resumed.
 - nccl (the engine on a second GPU; left out where there is none): sync_nccl_s.
 
-Pause, flush and resume of the engine are part of an update. The first round of each (page-locked memory, connections)
+Pause, flush and resume of the engine are part of an update, on one GPU of the cycle. The first round of each (page-locked memory, connections)
 is reported apart; figures are medians of the others. At the end every weight's checksum is compared between both
 sides. Writes one file per figure (`results.py`) and prints one JSON object.
 """
@@ -122,7 +122,7 @@ def cycle(trainer: Any, memory: Any, sync: Any, engine: Any, watch: Stopwatch, n
         engine.resume_memory(["weights"])
     notes["free_gib_updating"] = free_gib(trainer.device)
     with watch("sync_ipc"):
-        sync.update(resume=False)
+        sync.update(asleep=True)
     with watch("offload"):
         memory.offload()
     with watch("resume_cache"):
