@@ -10,9 +10,9 @@ One trainer process and, for each measurement, one SGLang engine:
   gradients dropped again, engine weights resumed, trainer offloaded, engine cache resumed.
 - nccl (the engine on a second GPU; left out where there is none): sync_nccl_s.
 
-Pause, flush and resume of the engine are part of an update, on one GPU of the cycle. The first round of each (page-locked memory, connections)
-is reported apart; figures are medians of the others. At the end every weight's checksum is compared between both
-sides. Writes one file per figure (`results.py`) and prints one JSON object.
+Pause, flush and resume of the engine are part of an update, on one GPU of the cycle. The first round of each
+(page-locked memory, connections) is reported apart; figures are medians of the others. At the end every weight's
+checksum is compared between both sides. Writes one file per figure (`results.py`) and prints one JSON object.
 """
 
 from __future__ import annotations
