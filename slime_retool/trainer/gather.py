@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge.layout import merge_tp, to_hf, tp_axis
+from megatron_bridge.lora import adapted_layers
+from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model_config import ModelArgs
 from megatron_bridge.names import global_name
 
@@ -23,18 +25,15 @@ CHUNK_BYTES = 128 * 2**20
 Named = tuple[str, Tensor]
 
 
-def _values(parameter: Tensor) -> Tensor:
-    return parameter.detach()
-
-
 @torch.no_grad()
 def hf_named_tensors(
-    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] = _values, *, everywhere: bool = False
+    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None = None, *, everywhere: bool = False
 ) -> Iterator[Named]:
     """(HF name, full tensor) of every parameter, on global rank 0, or with `everywhere` on every rank.
 
-    Collective: every rank iterates to the end. `value_of(parameter)` picks what is gathered: the weight, or for
-    example its gradient, of the same shape. Tensors may share memory with the model: use or copy each before the next.
+    Collective: every rank iterates to the end. By default the weights are gathered, with LoRA
+    adapters merged into them; `value_of(parameter)` picks something else of the same shape, for example the gradient.
+    Tensors may share memory with the model: use or copy each before the next.
     With `everywhere` each data-parallel replica gathers for itself; otherwise only the first takes part.
     """
     from megatron.core import parallel_state as mpu
@@ -97,14 +96,24 @@ def _received(group: dist.ProcessGroup, stages: list[int], stage: int, everywher
             yield name, part.view(dtype).view(shape)
 
 
-def _stage_chunks(module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor]) -> Iterator[list[Named]]:
+def _stage_chunks(
+    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None
+) -> Iterator[list[Named]]:
     """[(global Megatron name, tensor merged over the tensor-parallel group)] of this pipeline stage, chunk by chunk."""
     layers = module.decoder.layers
     offset = layers[0].layer_number - 1 if len(layers) else 0  # Megatron numbers layers from 1
+    adapted = adapted_layers(module)
     chunk: list[Named] = []
     size = 0
     for local_name, parameter in module.named_parameters():
-        value = value_of(parameter)
+        if is_adapter(local_name):
+            continue
+        if value_of is not None:
+            value = value_of(parameter)
+        elif local_name in adapted:
+            value = adapted[local_name].merged_weight()
+        else:
+            value = parameter.detach()
         # One dtype per chunk, so that every part of the flat buffer is aligned for its dtype.
         if chunk and (size + value.nbytes > CHUNK_BYTES or value.dtype != chunk[0][1].dtype):
             yield _merged(chunk, model)
