@@ -182,9 +182,7 @@ def _with_adapter(cls: type, column: bool) -> type:
 
 def adapted_layers(module: Any) -> dict[str, LoraLinear]:
     """{name of the weight: its layer} of all adapted layers."""
-    return {
-        f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)
-    }
+    return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
 
 
 @contextlib.contextmanager

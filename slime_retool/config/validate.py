@@ -437,7 +437,7 @@ def _check_lora(config: Config) -> None:
         1 <= rank <= widest,
         f"--lora-rank must be between 1 and the hidden size {widest}, got {rank}; without the flag all weights train",
     )
-    _require(alpha is None or alpha > 0, f"--lora-alpha must be above 0, got {alpha:g}" if alpha is not None else "")
+    _require(alpha is None or alpha > 0, f"--lora-alpha must be above 0, got {alpha}")
     known = " ".join(TARGET_MODULES)
     unknown = [target for target in targets if target not in TARGET_MODULES]
     _require(not unknown, f"--lora-target-modules takes {known}, got {' '.join(unknown)}")

@@ -151,9 +151,7 @@ class Actor(ModelRole):
         if self.needs_reference or not resume or config.lora is not None:
             assert config.ref_load is not None
             adapters = [name for name, _ in self.module.named_parameters() if is_adapter(name)]
-            checkpoint.load_weights(
-                config.ref_load, module=self.module, vocab_size=self.vocab_size, skip=adapters
-            )
+            checkpoint.load_weights(config.ref_load, module=self.module, vocab_size=self.vocab_size, skip=adapters)
             if self.needs_reference and config.lora is None:
                 self.reference = checkpoint.copy_weights(self.module, pinned=config.on_cuda)
         if not resume:

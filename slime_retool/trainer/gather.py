@@ -96,9 +96,7 @@ def _received(group: dist.ProcessGroup, stages: list[int], stage: int, everywher
             yield name, part.view(dtype).view(shape)
 
 
-def _stage_chunks(
-    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None
-) -> Iterator[list[Named]]:
+def _stage_chunks(module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None) -> Iterator[list[Named]]:
     """[(global Megatron name, tensor merged over the tensor-parallel group)] of this pipeline stage, chunk by chunk."""
     layers = module.decoder.layers
     offset = layers[0].layer_number - 1 if len(layers) else 0  # Megatron numbers layers from 1
