@@ -24,7 +24,7 @@ _MAX_SYMBOLIC = 400
 
 _OPEN, _CLOSE = "([{", ")]}"
 _WORD_SEPARATOR = re.compile(r"\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
-_NAME = r"(?:\\?[A-Za-z]+'*(?:\s*_\s*(?:\w|\{\w+\}))?(?:\s*\(\s*\w(?:\s*,\s*\w)*\s*\))?|\\text\s*\{[^{}]*\})"
+_NAME = r"(?:\(\s*\w(?:\s*,\s*\w)*\s*\)|\\?[A-Za-z]+'*(?:\s*_\s*(?:\w|\{\w+\}))?(?:\s*\(\s*\w(?:\s*,\s*\w)*\s*\))?|\\text\s*\{[^{}]*\})"
 _ASSIGNMENT = re.compile(rf"^\s*{_NAME}\s*(?:=|:=|\\in(?![A-Za-z]))\s*(?=\S)")
 _ARITHMETIC = re.compile(r"^[\d\s.+*/^(){}-]*(?:\\(?:cdot|frac|sqrt)[\d\s.+*/^(){}-]*)*=\s*(?=\S)")
 _CHAIN = re.compile(r"^(?P<low>[^<>]+?)(?P<a><|\\le(?![A-Za-z]))(?P<name>\s*[A-Za-z]\s*)(?P<b><|\\le(?![A-Za-z]))(?P<high>[^<>]+)$")
@@ -40,6 +40,8 @@ _LETTERS = re.compile(r"^[A-Za-z]+$")
 class Leaf:
     text: str
     """With its spaces, as the symbolic comparison reads it."""
+    equation: str = ""
+    """Where `text` is the right-hand side of "y = ...": the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def parse_answer(text: str) -> Answer:
 
 
 def _parse(text: str) -> Answer:
+    alternatives = " or " in text or "{ or }" in text
     text = unwrap(_WORD_SEPARATOR.sub(",", text).strip().strip(","))
     value = _right_hand_side(text)
     if (number := join_digit_groups(value)) != value:
@@ -73,8 +76,10 @@ def _parse(text: str) -> Answer:
         rows = [tuple(_parse(cell) for cell in row.split("&")) for row in _ROW_BREAK.split(match["body"]) if row.strip()]
         return Group("matrix", tuple(Group("row", row) for row in rows))
     if parts := _split(text, ","):
-        return Group("set", _flat(_parse(part) for part in parts))
-    text = _interval(_right_hand_side(text))
+        items = _flat(_parse(part) for part in parts)
+        half_lines = alternatives and all(_HALF_LINE.match(part) or _CHAIN.match(part) for part in parts)
+        return Group("union" if half_lines else "set", items)
+    equation, text = text, _interval(value)
     if parts := _split(text, "\\cup"):
         return Group("union", tuple(_parse(part) for part in parts))
     inner, brackets = _inside(text)
@@ -88,7 +93,7 @@ def _parse(text: str) -> Answer:
         first = re.sub(r"\\pm(?![A-Za-z])", "+", re.sub(r"\\mp(?![A-Za-z])", "-", text))
         second = re.sub(r"\\pm(?![A-Za-z])", "-", re.sub(r"\\mp(?![A-Za-z])", "+", text))
         return Group("set", (Leaf(first.strip()), Leaf(second.strip())))
-    return Leaf(text)
+    return Leaf(text, equation if text != equation else "")
 
 
 def _flat(items: object) -> tuple[Answer, ...]:
@@ -157,7 +162,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 def _same(truth: Answer, answer: Answer, symbolic: Symbolic) -> bool:
     if isinstance(truth, Leaf) and isinstance(answer, Leaf):
-        return _same_leaf(truth.text, answer.text, symbolic)
+        return _same_leaf(truth, answer, symbolic)
     if isinstance(truth, Leaf) or isinstance(answer, Leaf):
         group, leaf = (answer, truth) if isinstance(truth, Leaf) else (truth, answer)
         alone = isinstance(group, Group) and group.kind == "set" and len(group.items) == 1
@@ -185,7 +190,13 @@ def _never(ground_truth: str, answer: str) -> bool:
     return False
 
 
-def _same_leaf(truth: str, answer: str, symbolic: Symbolic) -> bool:
+def _same_leaf(true_leaf: Leaf, leaf: Leaf, symbolic: Symbolic) -> bool:
+    truth, answer = true_leaf.text, leaf.text
+    if ("=" in truth) != ("=" in answer):
+        # An equation with two sides of its own equals another one, never a value.
+        truth, answer = true_leaf.equation or truth, leaf.equation or answer
+        if "=" not in truth or "=" not in answer:
+            return False
     a, b = compact(truth), compact(answer)
     if not a or not b:
         return False
@@ -198,6 +209,8 @@ def _same_leaf(truth: str, answer: str, symbolic: Symbolic) -> bool:
         return bool(values[0] & values[1])
     if len(a) > 2 and _LETTERS.match(a) or len(b) > 2 and _LETTERS.match(b):
         return a.casefold() == b.casefold()
+    if " " in a + b:
+        return False
     if (values[0] and not re.search(r"\d|\\", b)) or max(len(truth), len(answer)) > _MAX_SYMBOLIC:
         return False
     return symbolic(truth, answer)

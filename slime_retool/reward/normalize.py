@@ -33,7 +33,7 @@ _GONE = (
 _MACRO = re.compile(r"\\([A-Za-z]+)")
 _PLAIN = {"[": "[", "]": "]", "(": "(", ")": ")", "{": "\\{", "}": "\\}"}
 _THIN_SPACE = re.compile(r"\\[!,;:]|\{,\}|\{\s*\}")
-_MATH_MARKS = re.compile(r"\\?\$|\\\(|\\\)|\\\[(?!\d)|(?<!\\)\\\]")
+_MATH_MARKS = re.compile(r"\\?\$|\\\(|\\\)|^\s*\\\[|(?<!\\)\\\]\s*$")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _UNIT = re.compile(
     r"(?<=[\d})])\s*(?:\\text\s*\{(?=[^{}]*[A-Za-z%])[^{}]*\}|(?:cm|km|mm|m|ft|in|kg|g|s|h)\b)"
@@ -46,6 +46,7 @@ _WRAPPER = re.compile(r"(?:\\text\s*)?\{")
 _ANGLE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\circ\b")
 _DIGIT_GROUPS = re.compile(r"^(\s*[+-]?\s*\d{1,3}(?:,\d{3})+)(?![\d,])(?=[^,]*$)")
 _THIN_GROUPS = re.compile(r"(?<![\d.])(\d{1,3}(?: \d{3})+)(?![\d ])")
+_MIXED = re.compile(r"^\s*([+-]?\d+)\s+(\d+)/(\d+)\s*$")
 _ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[A-Za-z]{2})", re.IGNORECASE)
 _SHORT_FRACTION = re.compile(r"\\frac(?:\{([^{}]*)\}|(\w))(?:\{([^{}]*)\}|(\w))")
 _SHORT_ROOT = re.compile(r"\\sqrt(\w)")
@@ -66,7 +67,7 @@ def spell(answer: str) -> str:
     for unit in (_UNIT, _PLAIN_UNIT):
         text = unit.sub("", text).rstrip()
     text = _THIN_GROUPS.sub(lambda m: m[1].replace(" ", ""), text)
-    return join_digit_groups(unwrap(text))
+    return join_digit_groups(_MIXED.sub(r"\1\\frac{\2}{\3}", unwrap(text)))
 
 
 def join_digit_groups(text: str) -> str:
@@ -84,11 +85,16 @@ def unwrap(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """What `spell` gives, without spaces, text wrappers and optional braces, for comparison as a string."""
+    """What `spell` gives, without text wrappers, optional braces and spaces, for comparison as a string.
+
+    Only numbers that stand side by side stay apart: 1 2 is not 12.
+    """
     while (unwrapped := _TEXT.sub(r" \1 ", text)) != text:
         text = unwrapped
     text = _ARTICLE.sub("", text)
-    text = re.sub(r"[\s\"]|\\?%", "", text).rstrip(".")
+    apart = "" if "\\" in text else " "
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "\0", re.sub(r"[\"]|\\?%", "", text))
+    text = re.sub(r"\s", "", text).replace("\0", apart).rstrip(".")
     text = unwrap(text)
     text = _SHORT_FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
