@@ -111,7 +111,11 @@ def build_parser(prog: str = "slime_retool.train") -> _TrainParser:
 
 def parse_config(argv: Sequence[str] | None = None, prog: str = "slime_retool.train") -> Config:
     """Parse flags into a `Config`; exits with code 2 and one line on a mistake. Values are checked by `validate`."""
-    parsed = build_parser(prog).parse_args(argv)
+    return config_from_namespace(build_parser(prog).parse_args(argv))
+
+
+def config_from_namespace(parsed: argparse.Namespace) -> Config:
+    """The `Config` in what `build_parser(...).parse_args` returned."""
     config = flags.from_namespace(Config, parsed)
     config.sglang_server_flags = parsed.sglang_server_flags
     return config

@@ -168,6 +168,14 @@ class EvalArgs:
     eval_top_p: float | None = flag(None, help="As --rollout-top-p.")
     eval_top_k: int | None = flag(None, help="As --rollout-top-k.")
     skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
+    eval_endpoint_url: str | None = flag(
+        None, metavar="URL", help="`slime-retool eval` only: a model behind this OpenAI-compatible API (.../v1)."
+    )
+    eval_endpoint_model: str | None = flag(None, metavar="NAME", help="The endpoint's name of the model.")
+    eval_endpoint_key_variable: str = flag(
+        "OPENAI_API_KEY", metavar="NAME", help="Environment variable that holds the endpoint's key; unset: no key."
+    )
+    eval_endpoint_concurrency: int = flag(32, help="Requests to the endpoint at once.")
 
 
 @dataclass

@@ -37,6 +37,27 @@ def validate(config: Config) -> None:
     _check_hooks(config)
 
 
+def validate_evaluation(config: Config) -> None:
+    """What `slime-retool eval` needs beyond (or, with an endpoint, instead of) `validate`. Raises ConfigError."""
+    _require(bool(config.eval_prompt_data), "--eval-prompt-data NAME FILE is required: the sets to measure on")
+    _check_data(config)
+    _require(
+        config.n_samples_per_eval_prompt >= 1,
+        f"--n-samples-per-eval-prompt must be at least 1, got {config.n_samples_per_eval_prompt}",
+    )
+    if config.eval_endpoint_url is not None:
+        _require(
+            config.eval_endpoint_url.startswith(("http://", "https://")),
+            f"--eval-endpoint-url must start with http:// or https://, got {config.eval_endpoint_url}",
+        )
+        _require(config.eval_endpoint_model is not None, "--eval-endpoint-url needs --eval-endpoint-model NAME")
+        _require(
+            config.eval_endpoint_concurrency >= 1,
+            f"--eval-endpoint-concurrency must be at least 1, got {config.eval_endpoint_concurrency}",
+        )
+        _check_hooks(config)
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
