@@ -112,7 +112,7 @@ async def test_when_nothing_can_be_generated_the_rollout_says_why(tmp_path):
 @pytest.mark.parametrize(
     ("hooks", "error", "message"),
     [
-        ({"custom_rm_path": "rollout_hooks.broken_reward"}, ZeroDivisionError, "a mistake of the user"),
+        ({"custom_rm_path": "rollout_hooks.broken_reward"}, RolloutError, "ZeroDivisionError: a mistake of the user"),
         ({"custom_rm_path": "rollout_hooks.text_reward"}, ValueError, "very good"),
         ({"custom_generate_function_path": "rollout_hooks.forgetful_generate"}, ValueError, "PENDING"),
         ({"custom_generate_function_path": "rollout_hooks.unequal_generate"}, ValueError, "must agree"),

@@ -194,6 +194,7 @@ def _check_batches(config: Config) -> None:
         _require(value >= 1, f"{flag} must be at least 1, got {value}")
     for flag, value in (
         ("--tool-timeout", config.tool_timeout),
+        ("--reward-timeout", config.reward_timeout),
         ("--rollout-request-timeout", config.rollout_request_timeout),
         ("--sglang-startup-timeout", config.sglang_startup_timeout),
         ("--distributed-timeout-minutes", config.distributed_timeout_minutes),

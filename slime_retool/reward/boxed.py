@@ -46,7 +46,7 @@ _STATED = re.compile(r"(?:\bAnswer\**[ \t]*(?:is[ \t]*)?:\**|\banswer is)[ \t]*(
 
 
 def last_answer(text: str) -> str | None:
-    r"""The answer that a response states: its last complete box, or else what follows the last "Answer:" or "answer is".
+    r"""The answer that a response states: its last complete box, else what follows its last "Answer:" or "answer is".
 
     None when it states none.
     """

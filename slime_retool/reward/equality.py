@@ -24,12 +24,17 @@ _MAX_SYMBOLIC = 400
 
 _OPEN, _CLOSE = "([{", ")]}"
 _WORD_SEPARATOR = re.compile(r"\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
-_NAME = r"(?:\(\s*\w(?:\s*,\s*\w)*\s*\)|\\?[A-Za-z]+'*(?:\s*_\s*(?:\w|\{\w+\}))?(?:\s*\(\s*\w(?:\s*,\s*\w)*\s*\))?|\\text\s*\{[^{}]*\})"
+_NAMES = r"\(\s*\w(?:\s*,\s*\w)*\s*\)"
+_NAME = rf"(?:{_NAMES}|\\?[A-Za-z]+'*(?:\s*_\s*(?:\w|\{{\w+\}}))?(?:\s*{_NAMES})?|\\text\s*\{{[^{{}}]*\}})"
 _ASSIGNMENT = re.compile(rf"^\s*{_NAME}\s*(?:=|:=|\\in(?![A-Za-z]))\s*(?=\S)")
 _ARITHMETIC = re.compile(r"^[\d\s.+*/^(){}-]*(?:\\(?:cdot|frac|sqrt)[\d\s.+*/^(){}-]*)*=\s*(?=\S)")
-_CHAIN = re.compile(r"^(?P<low>[^<>]+?)(?P<a><|\\le(?![A-Za-z]))(?P<name>\s*[A-Za-z]\s*)(?P<b><|\\le(?![A-Za-z]))(?P<high>[^<>]+)$")
+_CHAIN = re.compile(
+    r"^(?P<low>[^<>]+?)(?P<a><|\\le(?![A-Za-z]))(?P<name>\s*[A-Za-z]\s*)(?P<b><|\\le(?![A-Za-z]))(?P<high>[^<>]+)$"
+)
 _HALF_LINE = re.compile(r"^\s*[A-Za-z]\s*(?P<sign><|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))(?P<bound>[^<>=]+)$")
-_MATRIX = re.compile(r"^\\begin\{(?:[bpv]?matrix|array)\}(?:\{[lcr|]*\})?(?P<body>.*)\\end\{(?:[bpv]?matrix|array)\}$", re.DOTALL)
+_MATRIX = re.compile(
+    r"^\\begin\{(?:[bpv]?matrix|array)\}(?:\{[lcr|]*\})?(?P<body>.*)\\end\{(?:[bpv]?matrix|array)\}$", re.DOTALL
+)
 # Some published sets lost one of the two backslashes: \2 can only be a row break.
 _ROW_BREAK = re.compile(r"\\\\|\\(?=[\s\d+-])")
 _IN_BASE = re.compile(r"^([0-9A-Fa-f]+)_(?:\{(\d+)\}|(\d))$")
@@ -73,7 +78,9 @@ def _parse(text: str) -> Answer:
     if (number := join_digit_groups(value)) != value:
         return Leaf(number)
     if match := _MATRIX.match(value):
-        rows = [tuple(_parse(cell) for cell in row.split("&")) for row in _ROW_BREAK.split(match["body"]) if row.strip()]
+        rows = [
+            tuple(_parse(cell) for cell in row.split("&")) for row in _ROW_BREAK.split(match["body"]) if row.strip()
+        ]
         return Group("matrix", tuple(Group("row", row) for row in rows))
     if parts := _split(text, ","):
         items = _flat(_parse(part) for part in parts)

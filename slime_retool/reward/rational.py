@@ -12,7 +12,9 @@ _PLAIN = re.compile(rf"^{_DECIMAL}$")
 _REPEATING = re.compile(r"^(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}$")
 _FRACTION = re.compile(rf"^(\d*)\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}$")
 _SLASH = re.compile(rf"^({_DECIMAL})/({_DECIMAL})$")
-_SCIENTIFIC = re.compile(rf"^({_DECIMAL})(?:\\cdot|\*)10\^(?:\{{([+-]?\d{{1,3}})\}}|(\d))$|^({_DECIMAL})[eE]([+-]?\d{{1,3}})$")
+_SCIENTIFIC = re.compile(
+    rf"^({_DECIMAL})(?:\\cdot|\*)10\^(?:\{{([+-]?\d{{1,3}})\}}|(\d))$|^({_DECIMAL})[eE]([+-]?\d{{1,3}})$"
+)
 
 
 def rational(text: str) -> Fraction | None:

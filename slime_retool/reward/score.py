@@ -17,10 +17,13 @@ from typing import Any
 from slime_retool.errors import ConfigError
 from slime_retool.reward.boxed import last_answer, published_box, without_tool_text
 from slime_retool.reward.equality import same_answer
+from slime_retool.reward.symbolic import shared_verifier
 
 MODES = ("dapo", "math_verify")
 DAPO_WINDOW = 300
 """Characters at the end of a response that the published rule looks at."""
+MAX_COMPARISONS = 32
+"""Symbolic comparisons of one score; a set of many expressions needs several."""
 
 
 def compute_score(response: str, ground_truth: str, mode: str = "dapo") -> dict[str, Any]:
@@ -37,11 +40,23 @@ def compute_score(response: str, ground_truth: str, mode: str = "dapo") -> dict[
     if mode == "dapo":
         answer = published_box(spoken[-DAPO_WINDOW:])
         return _scored(answer == ground_truth, answer)
-    from slime_retool.reward.symbolic import shared_verifier
-
     answer = last_answer(spoken)
-    correct = answer is not None and same_answer(ground_truth, answer, shared_verifier().equal)
+    correct = answer is not None and same_answer(ground_truth, answer, _Symbolic())
     return _scored(correct, answer and answer.strip())
+
+
+class _Symbolic:
+    """Comparisons for one score: so many and no more, and none after one that took too long or crashed."""
+
+    def __init__(self) -> None:
+        self._left = MAX_COMPARISONS
+
+    def __call__(self, ground_truth: str, answer: str) -> bool:
+        if self._left == 0:
+            return False
+        same = shared_verifier().compare(ground_truth, answer)
+        self._left = 0 if same is None else self._left - 1
+        return same is True
 
 
 def _scored(correct: bool, answer: str | None) -> dict[str, Any]:
