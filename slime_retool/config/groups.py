@@ -71,7 +71,13 @@ class CheckpointArgs:
 class DataArgs:
     """Data."""
 
-    prompt_data: str | None = flag(None, metavar="FILE", help="Training prompts or conversations: .jsonl or .parquet.")
+    prompt_data: list[str] = flag(
+        [],
+        nargs="+",
+        metavar="[NAME=]FILE[@WEIGHT]",
+        help="Training prompts or conversations, .jsonl or .parquet. Several files are mixed by weight (default: their "
+        "sizes) and reported by name; FILE@[a:b] takes rows a to b only.",
+    )
     input_key: str = flag("prompt", help="Column with the prompt (text or messages) or, in SFT, the conversation.")
     label_key: str = flag("label", help="Column with the ground truth.")
     tool_key: str = flag("tools", help="Column with the tool schemas (a list, or JSON text of one).")
