@@ -12,8 +12,8 @@ and evaluation files ({input, output}, {problem, answer}, {question, answer}). W
             "need_tools_kwargs", "tools_kwargs": {"code_interpreter": {"create_kwargs": {"ground_truth"}}}}}
 
 Instructions that published sets wrap around a question are replaced by one that asks for `Answer: \\boxed{...}`
-(`--instruction`). A question that occurs several times is written once. Left out, and listed beside the output: one that
-occurs with different answers (<output>.contradictions.jsonl), and one that an evaluation set holds
+(`--instruction`). A question that occurs several times is written once. Left out, and listed beside the output: one
+that occurs with different answers (<output>.contradictions.jsonl), and one that an evaluation set holds
 (<output>.leaked.jsonl).
 """
 
