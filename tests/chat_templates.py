@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-_TOOLS = r"""{{ '# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with' }}
-{{- ' function signatures within <tools></tools> XML tags:\n<tools>' }}
+_TOOLS = r"""{{ '# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided' }}
+{{- ' with function signatures within <tools></tools> XML tags:\n<tools>' }}
 {%- for tool in tools %}{{ '\n' ~ (tool | tojson) }}{% endfor -%}
 {{ '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
-{{- '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}"""
+{{- '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n' }}
+{{- '</tool_call><|im_end|>\n' }}"""
 
 _TOOL_TURN = r"""
 {%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif -%}
 {{ '\n<tool_response>\n' ~ m.content ~ '\n</tool_response>' }}
 {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif -%}"""
 
-_CALL = r"""{{ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' ~ (call.function.arguments | tojson) }}
-{{- '}\n</tool_call>' }}"""
+_CALL = r"""{{ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+{{- call.function.arguments | tojson ~ '}\n</tool_call>' }}"""
 
 _PROMPT = r"""{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"""
 

@@ -53,8 +53,8 @@ class _RetoolConversation:
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
         if first == 0 or any(message["role"] in ("user", "system") for message in messages[first:]):
             raise DataError(
-                "--tool-format retool puts a whole solution into one assistant message: a conversation must be a prompt "
-                "followed by assistant and tool messages only"
+                "--tool-format retool puts a whole solution into one assistant message: a conversation must be a "
+                "prompt followed by assistant and tool messages only"
             )
         ids = self._format.prompt_ids(messages[:first])
         mask = [0] * len(ids)
