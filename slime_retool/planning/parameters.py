@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs, head_dim, padded_vocab_size, query_groups, required
 
 
@@ -37,6 +38,18 @@ def layer_parameters(model: ModelArgs, tp: int = 1) -> int:
         attention += w.queries + 2 * w.keys
     norms = 2 * w.hidden + (2 * head_dim(model) if model.qk_layernorm else 0)
     return (attention + 3 * w.hidden * w.ffn) // tp + norms
+
+
+def adapter_parameters(model: ModelArgs, lora: LoraSpec, tp: int = 1) -> int:
+    """Of one layer's LoRA adapters, on one of `tp` tensor-parallel ranks (`megatron_bridge.lora` says what is split)."""
+    w = widths(model)
+    whole_and_split = {  # inputs of A and outputs of B
+        "linear_qkv": (w.hidden, w.queries + 2 * w.keys),
+        "linear_proj": (w.hidden, w.queries),
+        "linear_fc1": (w.hidden, 2 * w.ffn),
+        "linear_fc2": (w.hidden, w.ffn),
+    }
+    return lora.rank * sum(whole + split // tp for whole, split in map(whole_and_split.__getitem__, lora.targets))
 
 
 def total_parameters(model: ModelArgs) -> int:

@@ -13,6 +13,7 @@ hooks that draw some.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.torch_dist_io import TorchDistReader
 from slime_retool.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 RNG_FILE = "rng.pt"
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -189,6 +191,8 @@ def _check_adapters(directory: Path, lora: LoraSpec | None) -> None:
         raise CheckpointError(
             f"{directory} holds {holds}, the --lora flags say {lora}: make them equal, or name another --load"
         )
+    if lora is not None and saved is not None and saved.base != lora.base:
+        logger.warning("the adapters in %s were trained on %s, and go on with %s", directory, saved.base, lora.base)
 
 
 def _directory(root: str) -> Path:
