@@ -116,7 +116,7 @@ def test_held_out_conversations_are_tokenized_like_training_ones_in_file_order(t
     conversations = [SHORT, [user("a"), assistant("b")], LONG]
     samples = held_out(tmp_path, conversations, "--rollout-max-context-len", "400")["held"]
     expected = [tokenize_conversation(byte_tokenizer(), messages, TOOLS) for messages in conversations[:2]]
-    assert [(sample.tokens, sample.loss_mask) for sample in samples] == expected
+    assert [(list(sample.tokens), list(sample.loss_mask)) for sample in samples] == expected
     with pytest.raises(DataError, match="'held', conversation 2: .*<.im_end"):
         held_out(tmp_path, [SHORT, REFUSED])
     with pytest.raises(DataError, match="too few of its 1 conversations"):

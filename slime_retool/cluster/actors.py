@@ -10,7 +10,7 @@ import ray
 
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError, free_ports
-from slime_retool.types import RolloutBatch
+from slime_retool.types import RolloutBatch, TrainSample
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -70,6 +70,9 @@ class TrainerActor:
 
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
         return self._trainer.train(batch, rollout_id)
+
+    def log_probs(self, samples: list[TrainSample]) -> list[float]:
+        return self._trainer.log_probs(samples).tolist()
 
     # The parts of `train`, for a critic with processes of its own: see `trainer.core`. Tensors are [N] on the CPU.
 

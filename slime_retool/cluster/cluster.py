@@ -23,7 +23,7 @@ from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
-from slime_retool.types import RolloutBatch
+from slime_retool.types import RolloutBatch, TrainSample
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 60.0
@@ -192,6 +192,11 @@ class Cluster:
             + [critic.train_critic.remote(shared, rollout_id, values, returns) for critic in self._critics]
         )
         return metrics[0] | metrics[-1]
+
+    def log_probs(self, samples: list[TrainSample]) -> list[float]:
+        """The actor's log-prob of every learned token of the samples, laid end to end; others 0."""
+        shared = ray.put(samples)
+        return _get([actor.log_probs.remote(shared) for actor in self._trainers])[0]
 
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the trainer holds it, by Hugging Face name."""

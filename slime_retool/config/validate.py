@@ -15,11 +15,8 @@ from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read
 from megatron_bridge.lora_spec import TARGET_MODULES
 from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, nearest_divisor, required
 from slime_retool.config.config import Config
-<<<<<<< HEAD
 from slime_retool.config.groups import CriticArgs, LoraArgs
-=======
 from slime_retool.data.readers import split_slice
->>>>>>> main
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
 

@@ -41,7 +41,7 @@ def layer_parameters(model: ModelArgs, tp: int = 1) -> int:
 
 
 def adapter_parameters(model: ModelArgs, lora: LoraSpec, tp: int = 1) -> int:
-    """Of one layer's LoRA adapters, on one of `tp` tensor-parallel ranks (`megatron_bridge.lora` says what is split)."""
+    """Of one layer's LoRA adapters on one of `tp` tensor-parallel ranks (see `megatron_bridge.lora`)."""
     w = widths(model)
     whole_and_split = {  # inputs of A and outputs of B
         "linear_qkv": (w.hidden, w.queries + 2 * w.keys),
