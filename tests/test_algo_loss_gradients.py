@@ -352,21 +352,20 @@ def test_gspo_of_samples_split_over_ranks_equals_one_rank_and_advantages_need_no
 
 def test_the_denominator_counts_learned_tokens_and_no_observation() -> None:
     mask = [0, *[1] * 10, *[0] * 90]
-    row = losses.token_weights([mask], per_token=False, total_tokens=10, num_samples=1)[0]
-    assert row == [0, *[0.1] * 10, *[0] * 90]
+    row = losses.token_weights(Segments.of([mask]), per_token=False)
+    assert row.tolist() == pytest.approx([0, *[0.1] * 10, *[0] * 90])
 
 
 def test_a_constant_length_weighs_every_token_alike_whatever_its_sample() -> None:
-    masks = [[0, 1, 1], [0, 1], [0, 0]]
-    got = losses.token_weights(masks, per_token=False, total_tokens=3, num_samples=3, constant_length=4)
-    assert got == [[0, 1 / 12, 1 / 12], [0, 1 / 12], [0, 0]]
+    segments = Segments.of([[0, 1, 1], [0, 1], [0, 0]])
+    got = losses.token_weights(segments, per_token=False, constant_length=4)
+    assert got.tolist() == pytest.approx([0, 1 / 8, 1 / 8, 0, 1 / 8, 0, 0])
     with pytest.raises(ValueError, match="at least 1"):
-        losses.token_weights(masks, per_token=False, total_tokens=3, num_samples=3, constant_length=0)
+        losses.token_weights(segments, per_token=False, constant_length=0)
 
 
 def test_padding_rows_do_not_change_the_loss() -> None:
     segments = Segments.of([[0, 1, 1], [0, 1, 0], [0, 0]])
-    rows = losses.token_weights([[0, 1, 1], [0, 1, 0], [0, 0]], per_token=True, total_tokens=3, num_samples=2)
-    weights = torch.tensor([w for row in rows for w in row])
+    weights = losses.token_weights(segments, per_token=True)
     log_probs = torch.where(segments.mask, -2.0, math.nan)
     assert float(losses.sft_loss(log_probs, weights)[0]) == pytest.approx(2.0)

@@ -7,6 +7,7 @@ import torch
 
 from slime_retool.algo import losses
 from slime_retool.algo.kl import kl_estimate
+from slime_retool.algo.segments import Segments
 
 
 def test_at_ratio_one_the_gradient_is_the_policy_gradient() -> None:
@@ -46,13 +47,22 @@ def test_nan_under_weight_zero_changes_neither_loss_nor_gradient() -> None:
 
 
 def test_token_weights_hold_the_whole_denominator() -> None:
-    masks = [[0, 1, 1], [0, 1], [0, 0, 0]]
-    per_token = losses.token_weights(masks, per_token=True, total_tokens=3, num_samples=3)
-    assert per_token == [[0, 1 / 3, 1 / 3], [0, 1 / 3], [0, 0, 0]]
-    per_sample = losses.token_weights(masks, per_token=False, total_tokens=3, num_samples=3)
-    assert per_sample == [[0, 1 / 6, 1 / 6], [0, 1 / 3], [0, 0, 0]]
+    segments = Segments.of([[0, 1, 1], [0, 1], [0, 0, 0]])
+    per_token = losses.token_weights(segments, per_token=True)
+    assert per_token.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0])
+    per_sample = losses.token_weights(segments, per_token=False)  # the third sample has nothing to learn: no divisor
+    assert per_sample.tolist() == pytest.approx([0, 1 / 4, 1 / 4, 0, 1 / 2, 0, 0, 0])
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_each_optimizer_step_has_its_own_denominator(per_token: bool) -> None:
+    masks = [[0, 1, 1], [0, 1], [0, 0, 0], [0, 1, 1, 1]]
+    got = losses.token_weights(Segments.of(masks), torch.tensor([0, 1, 1, 0]), per_token=per_token).split([3, 2, 3, 4])
+    first = losses.token_weights(Segments.of([masks[0], masks[3]]), per_token=per_token)
+    second = losses.token_weights(Segments.of(masks[1:3]), per_token=per_token)
+    assert torch.equal(torch.cat([got[0], got[3]]), first) and torch.equal(torch.cat([got[1], got[2]]), second)
 
 
 def test_without_learned_tokens_every_weight_is_zero() -> None:
     for per_token in (True, False):
-        assert losses.token_weights([[0, 0]], per_token=per_token, total_tokens=0, num_samples=1) == [[0.0, 0.0]]
+        assert losses.token_weights(Segments.of([[0, 0]]), per_token=per_token).tolist() == [0.0, 0.0]

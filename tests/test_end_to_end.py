@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from slime_retool.config import Config, validate
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.observe.metrics import read_metrics
 from slime_retool.rollout.manager import RolloutManager
+from slime_retool.types import RolloutBatch, TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "SLIME_RETOOL_TEST_RUN"
@@ -86,6 +88,40 @@ def test_trainer_and_engine_agree_before_and_after_a_weight_update(model: Path, 
             manager.close()
 
 
+def test_a_critic_with_processes_of_its_own_trains_beside_the_actor_and_resumes(model: Path, tmp_path: Path):
+    """One process for the actor, two for the critic; the same figures as together in one, to rounding."""
+    rng = random.Random(0)
+    samples = [
+        TrainSample(
+            [rng.randrange(256) for _ in range(12)], [0] * 4 + [1] * 8, rollout_log_probs=[0.0] * 4 + [-5.0] * 8,
+            reward=rng.random(), index=index, group_index=index // 4,
+        )
+        for index in range(16)
+    ]  # fmt: skip
+    values = rl_values(model, tmp_path) | {"advantage_estimator": "ppo", "kl_coef": 0.1, "global_batch_size": 8}
+
+    def run(name: str, **further: object) -> list[dict[str, float]]:
+        folder = {"save": str(tmp_path / name), "load": str(tmp_path / name)}
+        config: Config = engine_config(model / "hf", **{**values, **folder, **further})
+        validate(config)
+        with Cluster(config) as cluster:
+            first, extra = cluster.start_trainers()
+            assert extra == ({"seen": first} if first else {})
+            figures = [cluster.train(RolloutBatch(samples), first + i) for i in range(2 - first)]
+            cluster.save(first, {"seen": first + 1})
+        return figures
+
+    apart = run("apart", critic_num_gpus_per_node=2)
+    together = run("together")
+    for got, want in zip(apart, together, strict=True):
+        assert want["critic/value_loss"] > 0
+        for name, value in want.items():
+            if name.startswith(("train/", "critic/")) and not name.endswith("micro_batches"):
+                assert got[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    again = run("apart", critic_num_gpus_per_node=2)
+    assert len(again) == 1 and again[0]["critic/explained_variance"] != 0.0
+
+
 # The command line, and what is left of it
 
 
@@ -104,9 +140,10 @@ def test_a_killed_run_resumes_with_the_same_losses(model: Path, tmp_path: Path):
             "rollout_function_path": "slime_retool.rollout.sft_rollout.generate_rollout",
             "num_rollout": 8, "rollout_batch_size": 4, "lr": 1e-3, "lr_decay_style": "cosine",
             "save": tmp_path / name / "save", "load": tmp_path / name / "save", "save_interval": 1,
-            "output_dir": tmp_path / name,
+            "output_dir": tmp_path / name, "eval_interval": 4,
         }  # fmt: skip
         flags = [token for key, value in values.items() for token in ("--" + key.replace("_", "-"), str(value))]
+        flags += ["--eval-prompt-data", "held", str(tmp_path / "sft.jsonl")]
         switches = ["--debug-train-only", "--calculate-per-token-loss", "--rollout-shuffle", "--no-progress"]
         return [sys.executable, "-m", "slime_retool.train", *flags, *switches]
 
@@ -125,10 +162,17 @@ def test_a_killed_run_resumes_with_the_same_losses(model: Path, tmp_path: Path):
     output, _ = resumed.communicate(timeout=200)
     assert resumed.returncode == 0, output
     figures = [
-        [(row["step"], row["train/loss"], row["train/grad_norm"], row["train/lr"]) for row in read_metrics(path)]
+        [
+            (row["step"], *(row.get(name) for name in ("train/loss", "train/grad_norm", "train/lr", "eval/held/loss")))
+            for row in read_metrics(path)
+        ]
         for path in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "killed" / "metrics.jsonl")
     ]
-    assert len(figures[0]) == 8 and figures[0] == figures[1]
+    trained = [[row[:4] for row in rows if row[0] >= 0] for rows in figures]
+    assert len(trained[0]) == 8 and trained[0] == trained[1]
+    validation = [row[4] for row in figures[0] if row[4] is not None]  # before, after four and after eight steps
+    assert validation[1:] == [row[4] for row in figures[1] if row[4] is not None][-2:]
+    assert len(validation) == 3 and validation[2] < validation[1] < validation[0]
 
 
 def command(model: Path, output: Path, **changes: object) -> list[str]:

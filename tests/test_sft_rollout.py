@@ -36,7 +36,7 @@ def rollout(tmp_path, conversations, *flags):
 def test_a_batch_holds_ids_and_mask_of_each_conversation(tmp_path):
     batch = rollout(tmp_path, [SHORT, [user("a"), assistant("b")]])
     expected = [tokenize_conversation(byte_tokenizer(), m, TOOLS) for m in (SHORT, [user("a"), assistant("b")])]
-    assert [(s.tokens, s.loss_mask) for s in batch.samples] == expected
+    assert [(list(s.tokens), list(s.loss_mask)) for s in batch.samples] == expected
     assert batch.metrics["rollout/tokens"] == sum(len(ids) for ids, _ in expected)
     assert batch.metrics["rollout/supervised_tokens"] == sum(sum(mask) for _, mask in expected)
     assert batch.metrics["rollout/skipped_too_long"] == batch.metrics["rollout/skipped_refused"] == 0
@@ -116,7 +116,7 @@ def test_held_out_conversations_are_tokenized_like_training_ones_in_file_order(t
     conversations = [SHORT, [user("a"), assistant("b")], LONG]
     samples = held_out(tmp_path, conversations, "--rollout-max-context-len", "400")["held"]
     expected = [tokenize_conversation(byte_tokenizer(), messages, TOOLS) for messages in conversations[:2]]
-    assert [(sample.tokens, sample.loss_mask) for sample in samples] == expected
+    assert [(list(sample.tokens), list(sample.loss_mask)) for sample in samples] == expected
     with pytest.raises(DataError, match="'held', conversation 2: .*<.im_end"):
         held_out(tmp_path, [SHORT, REFUSED])
     with pytest.raises(DataError, match="too few of its 1 conversations"):

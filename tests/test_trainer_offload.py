@@ -46,13 +46,20 @@ def _work(rank: int, world_size: int, root: str) -> dict[str, Any]:
 
     out: dict[str, Any] = {}
     for name in ("stays", "leaves"):
-        trainer = make_trainer(rank, world_size, tiny_config(seed=3, save=f"{root}/{name}", load=f"{root}/{name}"))
+        folders = {"save": f"{root}/{name}", "load": f"{root}/{name}"}
+        critic = {
+            "advantage_estimator": "ppo",
+            "critic_save": f"{root}/{name}_critic",
+            "critic_load": f"{root}/{name}_critic",
+        }
+        trainer = make_trainer(rank, world_size, tiny_config(seed=3, **folders, **critic))
         memory = TrainerMemory(trainer, slab_bytes=1000)
         losses = []
         for step in range(3):
             if name == "leaves":
                 memory.reload()
-            losses.append(trainer.train(RolloutBatch(random_samples(seed=step)), step)["train/loss"])
+            metrics = trainer.train(RolloutBatch(random_samples(seed=step)), step)
+            losses.append((metrics["train/loss"], metrics["critic/loss"]))
             if name == "leaves":
                 memory.offload(keep_weights=True)
                 out["kept for the update"] = memory.report()
@@ -62,6 +69,7 @@ def _work(rank: int, world_size: int, root: str) -> dict[str, Any]:
             trainer.save(2, {})
         out["after the save"] = memory.report()
         memory.reload()
+        assert losses[2][1] != losses[0][1]
         out[name] = (losses, weights(trainer))
         trainer.load()
         out[name + " loaded"] = (losses, weights(trainer))

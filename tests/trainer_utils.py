@@ -44,7 +44,7 @@ def tiny_config(**overrides: Any) -> Config:
 
 
 def random_samples(count: int = 6, *, seed: int = 0, engine: bool = True) -> list[TrainSample]:
-    """Samples of 3 to 20 tokens, about half of them learned; one of them has no learned token."""
+    """Samples of 3 to 20 tokens in groups of 3, about half of them learned; one of them has no learned token."""
     rng = random.Random(seed)
     samples = []
     for index in range(count):
@@ -55,8 +55,9 @@ def random_samples(count: int = 6, *, seed: int = 0, engine: bool = True) -> lis
                 tokens=[rng.randrange(VOCAB_SIZE) for _ in range(length)],
                 loss_mask=mask,
                 rollout_log_probs=[-rng.uniform(2, 6) * m for m in mask] if engine else None,
-                advantage=rng.uniform(-1.5, 1.5),
+                reward=rng.uniform(-1.5, 1.5),
                 index=index,
+                group_index=index // 3,
             )
         )
     return samples
@@ -67,7 +68,7 @@ def sharpen(trainer: Any) -> None:
     with torch.no_grad():
         for parameter in trainer.module.parameters():
             parameter.mul_(6.0) if parameter.dim() > 1 else parameter.add_(0.3 * parameter.sin())
-    trainer.optimizer.reload_model_params()
+    trainer.actor.optimizer.reload_model_params()
 
 
 def gradients(trainer: Any) -> dict[str, torch.Tensor]:
@@ -85,7 +86,24 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in hf_named_tensors(trainer.module, trainer.config)}
 
 
-def make_trainer(rank: int, world_size: int, config: Config) -> Any:
+def critic_gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """As `gradients`, of the critic; its value head [1, H] is called "head"."""
+    from slime_retool.trainer.gather import hf_named_tensors
+
+    critic = trainer.critic
+    named = hf_named_tensors(critic.module, critic.config, lambda parameter: parameter.main_grad)
+    out = {name: tensor.clone() for name, tensor in named}
+    if "lm_head.weight" in out:
+        # The head stands where the output layer was, and every tensor-parallel rank holds all of it.
+        rows = out.pop("lm_head.weight")
+        assert torch.equal(rows, rows[:1].expand_as(rows))
+        out["head"] = rows[:1]
+    return out
+
+
+def make_trainer(rank: int, world_size: int, config: Config, roles: str = "all") -> Any:
     from slime_retool.trainer.core import Trainer
 
-    return Trainer(config, rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=0)
+    return Trainer(
+        config, rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=0, roles=roles
+    )

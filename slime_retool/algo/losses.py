@@ -11,13 +11,12 @@ denominator and the mask stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slime_retool.algo.kl import kl_estimate
+from slime_retool.algo.segments import Segments
 
 Metrics = dict[str, Tensor]
 """Weighted sums, detached."""
@@ -29,33 +28,36 @@ MAX_LOG_RATIO = 20.0
 
 
 def token_weights(
-    loss_masks: Sequence[Sequence[int]],
+    segments: Segments,
+    step_of: Tensor | None = None,  # [S] int64, from 0: the optimizer step that each sample belongs to
     *,
     per_token: bool,
-    total_tokens: int,
-    num_samples: int,
     constant_length: int | None = None,
-) -> list[list[float]]:
-    """Weight of every token of some samples; the global batch has `total_tokens` loss tokens in `num_samples` samples.
+) -> Tensor:
+    """Weight of every token [N] fp32; the denominator is that of the token's own optimizer step (None: there is one).
 
-    - per_token: mask / total_tokens (DAPO, https://arxiv.org/abs/2503.14476).
-    - otherwise the mean over samples of each sample's token mean: mask / (loss tokens of the sample * num_samples)
+    A step has L learned tokens in the n of its samples that have any:
+
+    - per_token: mask / L (DAPO, https://arxiv.org/abs/2503.14476).
+    - otherwise the mean over samples of each sample's token mean: mask / (learned tokens of the sample * n)
       (GRPO, https://arxiv.org/abs/2402.03300).
-    - with `constant_length`, whatever `per_token` says: mask / (constant_length * num_samples), which favours neither
-      short nor long samples (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+    - with `constant_length`, whatever `per_token` says: mask / (constant_length * n), which favours neither short nor
+      long samples (Dr. GRPO, https://arxiv.org/abs/2503.20783).
 
-    A batch without loss tokens has all weights 0. Raises ValueError for a constant_length below 1.
+    A step without learned tokens has all weights 0. Raises ValueError for a constant_length below 1.
     """
     if constant_length is not None and constant_length < 1:
         raise ValueError(f"the constant length that divides a sample's loss must be at least 1, got {constant_length}")
-    out = []
-    for mask in loss_masks:
-        own = sum(mask)
-        divisor = total_tokens if per_token else own * num_samples
-        if constant_length is not None:
-            divisor = constant_length * num_samples
-        out.append([m / divisor if own else 0.0 for m in mask])
-    return out
+    if step_of is None:
+        step_of = torch.zeros_like(segments.counts)
+    counts = segments.counts.double()
+    tokens = torch.bincount(step_of, weights=counts)[step_of]
+    samples = torch.bincount(step_of, weights=(counts > 0).double())[step_of]
+    if constant_length is not None:
+        divisor = constant_length * samples
+    else:
+        divisor = tokens if per_token else counts * samples
+    return segments.place((1 / divisor)[segments.sample_of[segments.learned]])
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -198,8 +200,3 @@ def distillation_loss(log_probs: Tensor, teacher_log_probs: Tensor, weights: Ten
     loss = weighted_sum(kl_estimate(student, teacher, "k2"), weights)
     reverse_kl = weighted_sum(kl_estimate(student.detach(), teacher, "k1"), weights)
     return loss, {"distill_loss": loss.detach(), "reverse_kl": reverse_kl}
-
-
-def log_prob_abs_diff(log_probs: Tensor, rollout_log_probs: Tensor, token_mean: Tensor) -> Metrics:
-    """Mean |trainer - engine| log-prob over learned tokens; `token_mean` = mask / loss tokens of the global batch."""
-    return {"logprob_abs_diff": weighted_sum((log_probs.detach() - rollout_log_probs).abs(), token_mean)}

@@ -2,8 +2,8 @@
 
 What a trainer holds falls into three parts, found anew each time:
 
-    weights   parameters and buffers of the module         kept on the host while away
-    state     fp32 main weights, Adam's moments            kept on the host while away
+    weights   parameters and buffers of the actor          kept on the host while away
+    state     fp32 main weights, Adam's moments, critic    kept on the host while away
     grads     gradient buffers                             dropped: they are zeroed before every use
 
 Tensors stay the same objects: only their storages shrink to nothing and grow again, so that every view that Megatron
@@ -162,19 +162,20 @@ class TrainerMemory:
     def _find_state(self) -> Iterator[Tensor]:
         # Where the optimizer works on the parameters themselves (fp32), those are weights, not state.
         weights = {tensor.untyped_storage().data_ptr() for tensor in self._find_weights()}
-        for tensor in _optimizer_tensors(self._trainer.optimizer):
-            if tensor.untyped_storage().data_ptr() not in weights:
-                yield tensor
+        for role in self._trainer.roles:
+            tensors = [*_optimizer_tensors(role.optimizer), *role.module.parameters(), *role.module.buffers()]
+            yield from (tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in weights)
 
     def _find_grads(self) -> Iterator[Tensor]:
-        for parameter in self._trainer.module.parameters():
-            if parameter.requires_grad:
-                yield parameter.main_grad
-            if parameter.grad is not None:
-                yield parameter.grad
-        for part in self._trainer.optimizer.chained_optimizers:
-            for group in part.param_groups:
-                yield from (p.grad for p in group["params"] if p.grad is not None)
+        for role in self._trainer.roles:
+            for parameter in role.module.parameters():
+                if parameter.requires_grad:
+                    yield parameter.main_grad
+                if parameter.grad is not None:
+                    yield parameter.grad
+            for part in role.optimizer.chained_optimizers:
+                for group in part.param_groups:
+                    yield from (p.grad for p in group["params"] if p.grad is not None)
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
