@@ -17,6 +17,7 @@ from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
 from slime_retool.rollout import evaluate as evaluation
+from slime_retool.rollout.collector import settle_garbage_collector
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.engine_client import EngineStats, RouterClient
 from slime_retool.rollout.hooks import Hooks, cancel
@@ -65,6 +66,7 @@ class RolloutManager:
     def connect(self, router_url: str) -> None:
         """Generate through this router from now on."""
         self._call(self._connect(router_url))
+        settle_garbage_collector()
 
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Make one training batch with `--rollout-function-path`; its errors are raised here."""
