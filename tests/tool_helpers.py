@@ -50,7 +50,7 @@ TEMPLATE = """
 {{ '\n' if content or not loop.first else '' }}
 {%- set function = call.function or call -%}
 {{ '<tool_call>\n{"name": "' + function.name + '", "arguments": ' }}
-{{ function.arguments if function.arguments is string else function.arguments | tojson }}
+{{- function.arguments if function.arguments is string else function.arguments | tojson -}}
 {{ '}\n</tool_call>' }}
 {%- endfor -%}
 {{ '<|im_end|>\n' }}
