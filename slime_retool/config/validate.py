@@ -226,6 +226,7 @@ def _check_algorithm(config: Config) -> None:
         not (config.debug_train_only and config.debug_rollout_only),
         "--debug-train-only and --debug-rollout-only exclude each other",
     )
+    _check_overlong(config)
     _require(
         config.rollout_temperature > 0,
         f"--rollout-temperature must be above 0 (the trainer divides logits by it), got {config.rollout_temperature}",
@@ -252,6 +253,23 @@ def _check_algorithm(config: Config) -> None:
     _require(
         config.kl_loss_coef == 0 or config.use_kl_loss,
         f"--kl-loss-coef {config.kl_loss_coef} has no effect without --use-kl-loss; add it or drop the coefficient",
+    )
+
+
+def _check_overlong(config: Config) -> None:
+    buffer, limit, factor = config.overlong_buffer_len, config.rollout_max_response_len, config.overlong_penalty_factor
+    _require(
+        buffer is None or 1 <= buffer <= limit,
+        f"--overlong-buffer-len must be between 1 and --rollout-max-response-len {limit}, got {buffer}",
+    )
+    _require(factor > 0, f"--overlong-penalty-factor must be above 0, got {factor}")
+    _require(
+        factor == 1 or buffer is not None,
+        f"--overlong-penalty-factor {factor} has no effect without --overlong-buffer-len; add it or drop the factor",
+    )
+    _require(
+        config.loss_type != "sft_loss" or not (config.overlong_filtering or buffer),
+        "--overlong-filtering and --overlong-buffer-len are of generated responses; drop them for --loss-type sft_loss",
     )
 
 

@@ -23,7 +23,7 @@ class PromptDataSource:
     """The rows of `--prompt-data`, over and over; implements `rollout.context.DataSource`.
 
     Every epoch visits every row once. Its order depends on (rollout_seed, epoch) alone, so a resumed run goes on
-    exactly where it stopped and later epochs are whole.
+    exactly where it stopped and later epochs are whole. Rows whose group was returned unused come again first.
 
     Raises ConfigError or DataError for a file that cannot be used, DataError when the length filter leaves nothing.
     """
@@ -48,6 +48,8 @@ class PromptDataSource:
                 f"{config.prompt_data}: all {before} prompts have more than --rollout-max-prompt-len "
                 f"{config.rollout_max_prompt_len} tokens; raise it"
             )
+        self._position = {sample.row: position for position, sample in enumerate(self._rows)}
+        self._returned: list[int] = []
         self._epoch = self._offset = self._next_index = self._next_group = 0
         self._order = self._order_of(0)
 
@@ -60,6 +62,10 @@ class PromptDataSource:
         """The next `count` rows, each as n_samples_per_prompt fresh samples; goes on into the next epoch."""
         return [self._next_group_of_samples() for _ in range(count)]
 
+    def return_groups(self, groups: list[list[Sample]]) -> None:
+        """Draw these groups' rows again, in this order, as fresh samples before any other."""
+        self._returned += [group[0].row for group in groups]
+
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is only valid with."""
         return {
@@ -67,6 +73,7 @@ class PromptDataSource:
             "offset": self._offset,
             "next_index": self._next_index,
             "next_group_index": self._next_group,
+            "returned_rows": list(self._returned),
             **self._fingerprint(),
         }
 
@@ -80,6 +87,7 @@ class PromptDataSource:
                 )
         self._epoch, self._offset = state["epoch"], state["offset"]
         self._next_index, self._next_group = state["next_index"], state["next_group_index"]
+        self._returned = list(state["returned_rows"])
         self._order = self._order_of(self._epoch)
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -92,21 +100,26 @@ class PromptDataSource:
         return order
 
     def _next_group_of_samples(self) -> list[Sample]:
-        if self._offset == len(self._order):
-            self._epoch, self._offset = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
-        row = self._rows[self._order[self._offset]]
+        row = self._rows[self._next_position()]
         group = [copy_sample(row, self._next_index + i, self._next_group) for i in range(self._copies)]
-        self._offset += 1
         self._next_index += self._copies
         self._next_group += 1
         return group
+
+    def _next_position(self) -> int:
+        if self._returned:
+            return self._position[self._returned.pop(0)]
+        if self._offset == len(self._order):
+            self._epoch, self._offset = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        self._offset += 1
+        return self._order[self._offset - 1]
 
 
 def samples_from_file(
     path: str | Path, config: Config, *, input_key: str | None = None, label_key: str | None = None
 ) -> list[Sample]:
-    """One PENDING sample per row, in file order; `index` and `group_index` are the row's number.
+    """One PENDING sample per row, in file order; `row`, `index` and `group_index` are the row's number.
 
     A message list (or JSON text of one) stays a conversation; other text is the prompt itself or, with
     `--apply-chat-template`, one user message. The label is `label_key`'s column, else verl's
@@ -129,6 +142,7 @@ def samples_from_file(
                 label=_label(row, label_key),
                 index=number,
                 group_index=number,
+                row=number,
                 tools=parse_tools(row.get(config.tool_key), f"{where}, column {config.tool_key!r}"),
                 metadata=_metadata(row, config.metadata_key, where),
             )
@@ -162,6 +176,7 @@ def copy_sample(sample: Sample, index: int, group_index: int) -> Sample:
         label=sample.label,
         index=index,
         group_index=group_index,
+        row=sample.row,
         tools=copy.deepcopy(sample.tools),
         metadata=copy.deepcopy(sample.metadata),
     )
