@@ -179,7 +179,7 @@ def test_the_retool_format_stops_at_the_code_tag_and_goes_on_behind_the_observat
     async def go() -> Sample:
         schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
         registry = ToolRegistry([Tool("code_interpreter", "Runs Python.", schema, interpreter)])
-        sample = Sample([{"role": "user", "content": "6 * 7?"}])
+        sample = Sample("<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n")
         params = {"temperature": 1.0, "regex": re.escape(block) + "x{5}"}
         budgets = LoopBudgets(max_response_tokens=300, max_turns=2)
         tool_format = make_format("retool", tiny_tokenizer(), registry.schemas())
