@@ -226,6 +226,23 @@ def test_a_rollout_and_an_evaluation_through_the_manager(running: Running, tmp_p
         assert [s.group_index for s in manager.generate(1).samples] == next_groups
 
 
+def test_the_eval_command_measures_running_engines(running: Running, tmp_path: Path):
+    rows = [{"prompt": f"{i} + 1 = ?", "label": str(i + 1)} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        sys.executable, "-m", "slime_retool.cli", "eval", "--device", "cpu",
+        "--hf-checkpoint", str(running.folder / "model_0"), "--rollout-external-urls", running.engine,
+        "--eval-prompt-data", "three", str(tmp_path / "rows.jsonl"), "--apply-chat-template",
+        "--n-samples-per-eval-prompt", "2", "--rollout-max-response-len", "8", "--no-progress",
+        "--output-dir", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "mean@2" in done.stdout and "three" in done.stdout
+    figures = json.loads((tmp_path / "out" / "eval" / "figures.json").read_text())
+    assert figures["eval/three/samples"] == 6 and figures["val-aux/three/num_turns/mean"] == 2
+
+
 def test_checksums_are_those_of_the_checkpoint_under_its_own_names(running: Running):
     weights = load_file(running.folder / "model_0" / "model.safetensors")
     assert running.admin.weight_checksums() == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
@@ -237,7 +254,8 @@ def test_new_weights_are_counted_and_used(running: Running):
     try:
         admin.pause()
         admin.flush_cache()
-        admin.update_weights_from_disk(str(new), weight_version=5)
+        admin.update_weights_from_disk(str(new))
+        admin.set_weight_version(5)
         admin.flush_cache()
         admin.resume()
         weights = load_file(new / "model.safetensors")
@@ -248,8 +266,26 @@ def test_new_weights_are_counted_and_used(running: Running):
         expected = expected_log_probs(new, PROMPT, completion.ids, 1.0)
         assert completion.log_probs == pytest.approx(expected, abs=1e-3)
     finally:
-        admin.update_weights_from_disk(str(running.folder / "model_0"), weight_version=0)
+        admin.update_weights_from_disk(str(running.folder / "model_0"))
+        admin.set_weight_version(0)
         admin.flush_cache()
+
+
+def test_an_engine_answers_after_it_gave_back_its_memory_and_took_it_again(running: Running):
+    """The calls and their order; on a CPU nothing is freed."""
+    admin = running.admin
+    before = generate(running, [PROMPT], temperature=0.0, max_new_tokens=8, ignore_eos=True)[0]
+    admin.pause()
+    admin.flush_cache()
+    admin.release_memory(["weights", "kv_cache"])
+    assert admin.health()
+    admin.resume_memory(["weights"])
+    admin.update_weights_from_disk(str(running.folder / "model_0"))
+    admin.flush_cache()
+    admin.resume_memory(["kv_cache"])
+    admin.resume()
+    after = generate(running, [PROMPT], temperature=0.0, max_new_tokens=8, ignore_eos=True)[0]
+    assert after.ids == before.ids and after.cached_tokens == 0
 
 
 def test_a_refused_update_raises_with_the_servers_words(running: Running):

@@ -23,6 +23,30 @@ class ClusterArgs:
     )
     rollout_num_gpus_per_engine: int = flag(1, help="GPUs (tensor-parallel size) of one SGLang engine.")
     colocate: bool = flag(False, help="Train and generate on the same devices, in turns.")
+    offload_train: bool | None = flag(
+        None,
+        help="Move weights, gradients and optimizer state to the host while engines generate (default: with "
+        "--colocate on GPUs).",
+    )
+    offload_rollout: bool | None = flag(
+        None,
+        help="Give back the engines' weights and KV cache while the trainer works (default: with --colocate on GPUs).",
+    )
+    update_weight_transport: str = flag(
+        "auto",
+        choices=("auto", "ipc", "broadcast", "disk"),
+        help="How new weights reach the engines. auto: ipc with "
+        "--colocate, else broadcast (NCCL, gloo on the CPU). disk: through files, for engines that can join no group.",
+    )
+    update_weight_buffer_size: int = flag(
+        512 * 2**20, help="Bytes of one bucket of a weight update; two are in memory during one."
+    )
+    update_weight_disk_dir: str | None = flag(
+        None,
+        metavar="DIR",
+        help="Folder of the disk transport, under the same path for the engines (default: memory "
+        "of this host, else --output-dir).",
+    )
     ray_address: str | None = flag(
         None, help="Join this Ray cluster ('auto' finds a running one); without it a private one is started and ended."
     )
@@ -177,6 +201,14 @@ class EvalArgs:
     eval_top_p: float | None = flag(None, help="As --rollout-top-p.")
     eval_top_k: int | None = flag(None, help="As --rollout-top-k.")
     skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
+    eval_endpoint_url: str | None = flag(
+        None, metavar="URL", help="`slime-retool eval` only: a model behind this OpenAI-compatible API (.../v1)."
+    )
+    eval_endpoint_model: str | None = flag(None, metavar="NAME", help="The endpoint's name of the model.")
+    eval_endpoint_key_variable: str = flag(
+        "OPENAI_API_KEY", metavar="NAME", help="Environment variable that holds the endpoint's key; unset: no key."
+    )
+    eval_endpoint_concurrency: int = flag(32, help="Requests to the endpoint at once.")
 
 
 @dataclass
@@ -244,6 +276,21 @@ class PerfArgs:
     recompute_granularity: str | None = flag(None, choices=("full", "selective"), help="Activation recomputation.")
     recompute_method: str | None = flag(None, choices=("uniform", "block"), help="How layers are chosen for it.")
     recompute_num_layers: int | None = flag(None, help="Layers per recomputed chunk (uniform) or stage (block).")
+    recompute_modules: list[str] = flag(
+        [], nargs="+", help="Parts recomputed with granularity selective: core_attn (default), layernorm, mlp."
+    )
+    gradient_accumulation_fusion: bool = flag(
+        True, help="Transformer Engine adds weight gradients to the fp32 buffer inside its matrix products."
+    )
+    overlap_grad_reduce: bool = flag(False, help="Reduce gradients over data-parallel ranks during the backward.")
+    overlap_param_gather: bool = flag(
+        False, help="Gather the distributed optimizer's parameters during the next forward."
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False, help="Keep master weights as bf16 and 16 further bits (exact; saves 2 bytes a parameter; needs TE)."
+    )
+    optimizer_cpu_offload: bool = flag(False, help="Keep optimizer state in host memory and update there.")
+    optimizer_offload_fraction: float = flag(1.0, help="Share of it, with --optimizer-cpu-offload.")
     attention_dropout: float = flag(0.0, help="Attention dropout (RL needs 0).")
     hidden_dropout: float = flag(0.0, help="Hidden dropout (RL needs 0).")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Accumulate and reduce gradients in fp32.")

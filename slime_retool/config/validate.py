@@ -37,6 +37,27 @@ def validate(config: Config) -> None:
     _check_hooks(config)
 
 
+def validate_evaluation(config: Config) -> None:
+    """What `slime-retool eval` needs beyond (or, with an endpoint, instead of) `validate`. Raises ConfigError."""
+    _require(bool(config.eval_prompt_data), "--eval-prompt-data NAME FILE is required: the sets to measure on")
+    _check_data(config)
+    _require(
+        config.n_samples_per_eval_prompt >= 1,
+        f"--n-samples-per-eval-prompt must be at least 1, got {config.n_samples_per_eval_prompt}",
+    )
+    if config.eval_endpoint_url is not None:
+        _require(
+            config.eval_endpoint_url.startswith(("http://", "https://")),
+            f"--eval-endpoint-url must start with http:// or https://, got {config.eval_endpoint_url}",
+        )
+        _require(config.eval_endpoint_model is not None, "--eval-endpoint-url needs --eval-endpoint-model NAME")
+        _require(
+            config.eval_endpoint_concurrency >= 1,
+            f"--eval-endpoint-concurrency must be at least 1, got {config.eval_endpoint_concurrency}",
+        )
+        _check_hooks(config)
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
@@ -328,6 +349,21 @@ def _check_precision(config: Config) -> None:
             config.recompute_method is not None and config.recompute_num_layers is not None,
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
         )
+    _require(
+        not config.recompute_modules or config.recompute_granularity == "selective",
+        f"--recompute-modules {' '.join(config.recompute_modules)} needs --recompute-granularity selective",
+    )
+    for flag, value in (
+        ("--overlap-param-gather", config.overlap_param_gather),
+        ("--use-precision-aware-optimizer", config.use_precision_aware_optimizer),
+        ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
+    ):
+        _require(
+            not value or (config.device != "cpu" and config.use_distributed_optimizer),
+            f"{flag} needs GPUs and --use-distributed-optimizer; leave it out",
+        )
+    fraction = config.optimizer_offload_fraction
+    _require(0 < fraction <= 1, f"--optimizer-offload-fraction must be above 0 and at most 1, got {fraction}")
 
 
 def _check_engines(config: Config) -> None:
@@ -341,6 +377,25 @@ def _check_engines(config: Config) -> None:
             f"--rollout-num-gpus-per-engine {per_engine} does not divide the {total} GPUs used for generation; "
             f"the nearest size that does is {nearest_divisor(total, per_engine)}"
         )
+    transport = config.weight_transport
+    if config.colocate:
+        _require(
+            not config.rollout_external_urls,
+            "--colocate starts engines on the trainer's GPUs; it cannot be combined with --rollout-external-urls",
+        )
+        _require(
+            total <= config.world_size,
+            f"--colocate: {total} GPUs for generation (--rollout-num-gpus) are more than the {config.world_size} "
+            "training GPUs they share",
+        )
+        _require(
+            transport != "broadcast" or not config.on_cuda,
+            "--update-weight-transport broadcast cannot join two processes of one GPU; with --colocate use ipc or disk",
+        )
+    else:
+        _require(transport != "ipc", "--update-weight-transport ipc needs --colocate; engines elsewhere take broadcast")
+    size = config.update_weight_buffer_size
+    _require(size >= 1, f"--update-weight-buffer-size must be at least 1 byte, got {size}")
     fraction = config.sglang_mem_fraction_static
     _require(
         fraction is None or 0 < fraction < 1, f"--sglang-mem-fraction-static must be between 0 and 1, got {fraction}"
