@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_utils import engine_config, make_tiny_checkpoint, processes_with, tiny_tokenizer
+from sglang_utils import engine_config, make_tiny_checkpoint, processes_with
 from transformers import AutoModelForCausalLM
 
 from slime_retool.engine.admin import EngineAdmin
@@ -28,8 +27,6 @@ from slime_retool.rollout.context import Completion
 from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.sampling import training_sampling_params
-from slime_retool.tool_use import LoopBudgets, Tool, ToolRegistry, make_format, run_tool_loop
-from slime_retool.types import Sample
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = [258, *b"user\nsay something<", 256, 10, 258, *b"assistant\n"]
@@ -165,33 +162,6 @@ def test_pausing_ends_running_requests_with_the_reason_abort(running: Running):
     admin.resume()
     assert [r.finish_reason for r in results] == ["abort"] * 16
     assert all(len(r.ids) == len(r.log_probs) for r in results) and any(r.ids for r in results)
-
-
-def test_the_retool_format_stops_at_the_code_tag_and_goes_on_behind_the_observation(running: Running):
-    """The random model is made to write a block, and more behind it, by a grammar."""
-    block = "<code>\n```python\nprint(6*7)\n```\n</code>"
-    calls = []
-
-    async def interpreter(arguments: dict) -> str:
-        calls.append(arguments["code"])
-        return "42"
-
-    async def go() -> Sample:
-        schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
-        registry = ToolRegistry([Tool("code_interpreter", "Runs Python.", schema, interpreter)])
-        sample = Sample("<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n")
-        params = {"temperature": 1.0, "regex": re.escape(block) + "x{5}"}
-        budgets = LoopBudgets(max_response_tokens=300, max_turns=2)
-        tool_format = make_format("retool", tiny_tokenizer(), registry.schemas())
-        async with RouterClient(running.router, concurrency=1, timeout=120, retries=0) as client:
-            return await run_tool_loop(client, tool_format, registry, sample, params, budgets)
-
-    sample = asyncio.run(go())
-    observation = "\n<interpreter>\n42\n</interpreter>\n"
-    assert sample.response == block + observation + block
-    assert calls == ["print(6*7)\n"] and (sample.num_turns, sample.num_malformed_calls) == (2, 0)
-    assert sample.loss_mask == [1] * len(block) + [0] * len(observation) + [1] * len(block)  # a token is a byte
-    assert tiny_tokenizer().decode(sample.tokens[sample.prompt_length :]) == sample.response
 
 
 def test_a_rollout_and_an_evaluation_through_the_manager(running: Running, tmp_path: Path):
