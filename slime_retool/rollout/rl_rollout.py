@@ -29,7 +29,7 @@ from slime_retool.errors import DataError, RolloutError
 from slime_retool.plugins import load_function
 from slime_retool.rollout.context import DataSource, RolloutContext
 from slime_retool.rollout.dump import dump_samples
-from slime_retool.rollout.figures import sample_figures
+from slime_retool.rollout.figures import sample_figures, source_figures
 from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample
 from slime_retool.rollout.overlong import mask_overlong, shaped_reward
 from slime_retool.rollout.sampling import training_sampling_params
@@ -56,19 +56,23 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     trained = [pair for group in kept for pair in _with_advantages(config, group)]
     finished = [sample for group in sampling.finished for sample in group]
     seconds = time.monotonic() - started
-    figures = sample_figures(finished, config.reward_key) | {
-        "train_samples": float(len(trained)),
-        "groups_kept": float(len(kept)),
-        "groups_dropped": float(len(sampling.filtered)),
-        "groups_all_wrong": float(sum(map(sampling.all_wrong, sampling.filtered))),
-        "groups_all_right": float(sum(map(sampling.all_right, sampling.filtered))),
-        "groups_failed": float(sampling.num_failed),
-        "groups_returned": float(sampling.num_returned),
-        "overlong_masked": float(sum(train.num_loss_tokens == 0 for _, train in trained)),
-        "trained_reward_mean": fmean(train.reward for _, train in trained),
-        "seconds": seconds,
-        "tokens_per_second": sum(sum(sample.loss_mask) for sample in finished) / max(seconds, 1e-9),
-    }
+    figures = (
+        sample_figures(finished, config.reward_key)
+        | source_figures(finished, config.reward_key)
+        | {
+            "train_samples": float(len(trained)),
+            "groups_kept": float(len(kept)),
+            "groups_dropped": float(len(sampling.filtered)),
+            "groups_all_wrong": float(sum(map(sampling.all_wrong, sampling.filtered))),
+            "groups_all_right": float(sum(map(sampling.all_right, sampling.filtered))),
+            "groups_failed": float(sampling.num_failed),
+            "groups_returned": float(sampling.num_returned),
+            "overlong_masked": float(sum(train.num_loss_tokens == 0 for _, train in trained)),
+            "trained_reward_mean": fmean(train.reward for _, train in trained),
+            "seconds": seconds,
+            "tokens_per_second": sum(sum(sample.loss_mask) for sample in finished) / max(seconds, 1e-9),
+        }
+    )
     if config.dump_rollouts:
         path = Path(config.output_dir) / "rollouts" / f"rollout_{rollout_id:06d}.jsonl"
         advantages = {id(sample): train.advantage for sample, train in trained}
