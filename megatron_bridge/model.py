@@ -25,10 +25,13 @@ from megatron_bridge.cpu_compat import install_cpu_compat
 from megatron_bridge.layer_spec import resolve_transformer_impl
 from megatron_bridge.model_config import (
     ModelArgs,
+    alike_layers,
+    check_expert_parallel,
     check_model,
     check_pipeline,
     check_tensor_parallel,
     head_dim,
+    moe_layers,
     padded_vocab_size,
     query_groups,
     required,
@@ -44,6 +47,8 @@ def transformer_config(
     tp: int = 1,
     pp: int = 1,
     cp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
     vpp: int | None = None,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -59,6 +64,7 @@ def transformer_config(
 ):  # type: ignore[no-untyped-def]
     """Megatron's TransformerConfig for the model and its parallel layout.
 
+    ep, etp: expert-parallel size, and tensor-parallel size inside an expert (independent of `tp`).
     vpp: number of model chunks per pipeline stage (interleaved schedule). `perform_initialization=False` leaves
     parameters uninitialised, for a checkpoint that overwrites them all. `overrides` are further TransformerConfig
     fields (`params_dtype`, `fp32_residual_connection`, ...). All dropouts are 0.
@@ -69,15 +75,16 @@ def transformer_config(
 
     check_model(model)
     check_tensor_parallel(model, tp)
+    check_expert_parallel(model, ep, etp)
     num_layers = required(model, "num_layers")
     check_pipeline(
         num_layers, pp, vpp=vpp, first=decoder_first_pipeline_num_layers, last=decoder_last_pipeline_num_layers
     )
     impl = resolve_transformer_impl(transformer_impl)
-    if cp > 1 and impl != "transformer_engine":
-        raise ValueError(f"--context-parallel-size {cp} needs Transformer Engine's attention: use 1, or install it")
     if sequence_parallel and tp == 1:
         sequence_parallel = False  # there is nothing to share out, and Megatron refuses the combination
+    if model.num_experts is not None and tp > 1 and not sequence_parallel:
+        raise ValueError(f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: add it")
     on_gpu = torch.cuda.is_available()
     fields: dict[str, Any] = dict(
         num_layers=num_layers,
@@ -104,7 +111,7 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         # Packed micro-batches differ in length, so stages tell each other the shapes.
         variable_seq_lengths=pp > 1,
-        moe_token_dispatcher_type="alltoall",  # no experts here, but the default is refused beside the line above
+        moe_token_dispatcher_type="alltoall",  # the default is refused beside the line above, even without experts
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -124,7 +131,26 @@ def transformer_config(
         persist_layer_norm=impl == "transformer_engine",
         gradient_accumulation_fusion=False,
     )
+    if model.num_experts is not None:
+        fields |= _expert_fields(model, ep=ep, etp=etp, grouped=impl == "transformer_engine")
     return TransformerConfig(**{**fields, **overrides})
+
+
+def _expert_fields(model: ModelArgs, *, ep: int, etp: int, grouped: bool) -> dict[str, Any]:
+    """TransformerConfig fields of a mixture of experts. Routing is the policy's own: nothing balances or drops."""
+    return dict(
+        num_moe_experts=model.num_experts,
+        moe_router_topk=model.moe_router_topk,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_layer_freq=1 if alike_layers(model) else [int(experts) for experts in moe_layers(model)],
+        moe_router_pre_softmax=model.moe_router_pre_softmax,
+        moe_router_dtype="fp32",  # bf16 logits tie, and the engine and the trainer would choose other experts
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=grouped,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
 
 
 def build_gpt_model(
@@ -153,7 +179,10 @@ def build_gpt_model(
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(
-            config, transformer_impl=resolve_transformer_impl(transformer_impl), vp_stage=vp_stage
+            config,
+            with_experts=moe_layers(model),
+            transformer_impl=resolve_transformer_impl(transformer_impl),
+            vp_stage=vp_stage,
         ),
         vocab_size=padded_vocab_size(model, tp),
         max_sequence_length=model.max_position_embeddings or 4096,  # only read for learned positions
@@ -170,7 +199,23 @@ def build_gpt_model(
     )
     if post_process:
         _mask_padded_vocabulary(gpt, model, tp, parallel_output)
+    for name, parameter in gpt.named_parameters():
+        if ".mlp.experts." in name:
+            # Reduced over the expert-data-parallel group, which Megatron itself only says when ep > 1: at tp > etp
+            # the copies of an expert on several tensor-parallel ranks see other tokens, too.
+            parameter.allreduce = False
     return gpt
+
+
+def local_expert_offset(model: ModelArgs) -> int:
+    """Number of experts on the expert-parallel ranks before this one (`parallel_state` must be initialised)."""
+    from megatron.core import parallel_state
+
+    size, rank = (
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    return (model.num_experts or 0) // size * rank
 
 
 def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int, parallel_output: bool) -> None:
@@ -206,15 +251,29 @@ def packed_seq_params(lengths: Sequence[int], device: torch.device | str | None 
     )
 
 
-def init_parallel(tp: int = 1, pp: int = 1, cp: int = 1, *, vpp: int | None = None, seed: int = 1234) -> None:
+def init_parallel(
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    *,
+    vpp: int | None = None,
+    seed: int = 1234,
+    timeout_minutes: int | None = None,
+) -> None:
     """Initialise Megatron's parallel groups and random states over the running torch.distributed group."""
     install_cpu_compat()
     from megatron.core import parallel_state, tensor_parallel
 
+    options = {} if timeout_minutes is None else {"distributed_timeout_minutes": timeout_minutes}
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         virtual_pipeline_model_parallel_size=vpp,
+        **options,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

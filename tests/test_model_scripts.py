@@ -123,7 +123,7 @@ def build_all(rank: int, world_size: int, models: dict[str, ModelArgs]) -> dict[
         )
         with torch.device("meta"):
             gpt = build_gpt_model(model, config, transformer_impl="local")
-        shapes[name] = {global_name(key, 0): tuple(value.shape) for key, value in gpt.named_parameters()}
+        shapes[name] = {global_name(key, model): tuple(value.shape) for key, value in gpt.named_parameters()}
     return shapes
 
 

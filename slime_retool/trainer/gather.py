@@ -76,7 +76,7 @@ def _stage_tensors(module: Any, model: ModelArgs, value_of: Callable[[Any], Tens
     layers = module.decoder.layers
     offset = layers[0].layer_number - 1 if len(layers) else 0  # Megatron numbers layers from 1
     for local_name, parameter in module.named_parameters():
-        name = global_name(local_name, offset)
+        name = global_name(local_name, model, offset)
         value = value_of(parameter)
         if size > 1 and tp_axis(name, model) is not None:
             shards = [torch.empty_like(value) for _ in range(size)]
