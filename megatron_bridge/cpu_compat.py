@@ -1,7 +1,8 @@
 """Let an unpatched megatron-core (checked: 0.16.1 and 0.19.2) run on a CPU with gloo.
 
 Megatron-core assumes CUDA in a few ways that have nothing to do with kernels: it asks for the current CUDA
-device, creates small tensors with `device="cuda"`, keeps CUDA random states, and uses streams and events.
+device, creates small tensors with `device="cuda"`, keeps CUDA random states, uses streams and events, and has
+collectives move tensors of different sizes, which gloo cannot.
 `install_cpu_compat()` answers each of them with the CPU equivalent. It does nothing where CUDA is available,
 and `torch.cuda.is_available()` stays False, so that libraries which ask still get the truth.
 
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _CPU = torch.device("cpu")
@@ -69,13 +71,56 @@ class CudaMeansCpu(TorchFunctionMode):
     """Torch calls that name a CUDA device use the CPU instead."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if kwargs and _is_cuda(kwargs.get("device")):
+        if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         if func is torch.Tensor.to:
             args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
-        return func(*args, **(kwargs or {}))
+        if func in _COLLECTIVES:
+            return _COLLECTIVES[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's token dispatcher turns sizes into numbers only where it copies them from a GPU."""
+    sizes = {k: v.tolist() for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k.endswith("sizes")}
+    return dist.all_to_all_single(output, input, *args, **{**kwargs, **sizes})
+
+
+def _all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """gloo gathers tensors of one size only: shorter ones are sent padded."""
+    rows = [len(t) if t.dim() else 0 for t in tensor_list]
+    if len(set(rows)) <= 1:
+        return dist.all_gather(tensor_list, tensor, *args, **kwargs)
+    padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in rows]
+    done = dist.all_gather(gathered, padded, *args, **kwargs)
+    assert done is None, "not asynchronous: tensors are cut afterwards"
+    for target, source in zip(tensor_list, gathered, strict=True):
+        target.copy_(source[: len(target)])
+    return None
+
+
+def _reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """gloo reduces and scatters tensors of one size only: others are reduced everywhere, and cut."""
+    rows = [len(t) if t.dim() else 0 for t in input_list]
+    if len(set(rows)) <= 1:
+        return dist.reduce_scatter(output, input_list, *args, **kwargs)
+    whole = torch.cat(list(input_list))
+    done = dist.all_reduce(whole, *args, **kwargs)
+    assert done is None, "not asynchronous: the result is cut afterwards"
+    output.copy_(whole.split(rows)[dist.get_rank(kwargs.get("group"))])
+    return None
+
+
+_COLLECTIVES = {
+    dist.all_to_all_single: _all_to_all_single,
+    dist.all_gather: _all_gather,
+    dist.reduce_scatter: _reduce_scatter,
+}
 
 
 def _is_cuda(device: Any) -> bool:

@@ -81,5 +81,10 @@ def block_spec(  # type: ignore[no-untyped-def]
             return made
 
         norm = RMSNorm
+    if any(experts):
+        from megatron.core.transformer.moe import moe_utils
+
+        # 0.16.1 reads this name although it is only imported with Transformer Engine; None means "not there".
+        moe_utils.__dict__.setdefault("te_general_gemm", None)
     specs = {kind: spec(kind) for kind in set(experts)}
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in experts], layer_norm=norm)

@@ -10,6 +10,7 @@ Shapes. T = tokens of the micro-batch, V = padded vocabulary, H = hidden size, t
 - `packed` from `packed_seq_params(lengths)`; the lengths must sum to T, so padding is a sequence of its own. T must
   be a multiple of tp with sequence parallelism. Rotary positions restart in every sequence, whatever
   `position_ids` say: Megatron does not read them for rotary models.
+- with context parallelism, T counts this rank's tokens (`zigzag.py`), and only packed sequences are taken.
 - without `packed_seq_params`: input_ids [b, s] -> logits [b, s, V/tp], causal in each row.
 """
 
@@ -234,21 +235,29 @@ def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int, parallel_output
     gpt.output_layer.register_forward_hook(mask)
 
 
-def packed_seq_params(lengths: Sequence[int], device: torch.device | str | None = None):  # type: ignore[no-untyped-def]
+def packed_seq_params(  # type: ignore[no-untyped-def]
+    lengths: Sequence[int], device: torch.device | str | None = None, *, cp: int = 1, cp_rank: int = 0
+):
     """Megatron's PackedSeqParams (format `thd`) for sequences of these lengths, one after the other.
 
+    With cp > 1 the lengths are still those of the whole sequences (multiples of 2 * cp); the model is then given the
+    tokens `zigzag.zigzag_rows(lengths, cp, cp_rank)`.
     `max_seqlen` is the longest length itself: Megatron would let rotary positions run on across sequences if it
     were the total.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron_bridge.attention import PackedSeqParams, ZigzagSeqParams
+    from megatron_bridge.zigzag import chunk_layout
 
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     if device is not None:
         ends = ends.to(device)
     longest = max(lengths)
-    return PackedSeqParams(
+    fields = dict(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
+    if cp == 1:
+        return PackedSeqParams(**fields)
+    return ZigzagSeqParams(**fields, chunks=chunk_layout(lengths, cp, cp_rank, device))
 
 
 def init_parallel(
