@@ -46,7 +46,6 @@ def block_spec(  # type: ignore[no-untyped-def]
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
-
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     offset = get_transformer_layer_offset(config, vp_stage)

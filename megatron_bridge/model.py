@@ -6,6 +6,8 @@ Shapes. T = tokens of the micro-batch, V = padded vocabulary, H = hidden size, t
 
 - last pipeline stage: logits [1, T, V/tp], this rank's slice of the vocabulary, in `params_dtype`. Columns of the
   padding are `PADDED_LOGIT`, so that a softmax over all V columns is the softmax over the real vocabulary.
+- with `output="hidden"`, the last stage returns the hidden states behind the final norm instead, [1, T, H] ([1, T/tp,
+  H] with sequence parallelism), for a caller that makes log-probs from them and `output_weight(model)` in chunks.
 - other stages: hidden states [T, 1, H] ([T/tp, 1, H] with sequence parallelism), for the next stage.
 - `packed` from `packed_seq_params(lengths)`; the lengths must sum to T, so padding is a sequence of its own. T must
   be a multiple of tp with sequence parallelism. Rotary positions restart in every sequence, whatever
@@ -163,11 +165,13 @@ def build_gpt_model(
     vp_stage: int | None = None,
     transformer_impl: str = "auto",
     parallel_output: bool = True,
+    output: str = "logits",
 ):  # type: ignore[no-untyped-def]
     """This rank's part of the model (`parallel_state` must be initialised, see `init_parallel`).
 
     `config` comes from `transformer_config`. `pre_process` and `post_process` say whether this pipeline stage
     holds the embedding and the output layer. `parallel_output=False` gathers the logits over tensor-parallel ranks.
+    `output` is what the last stage returns: `logits` or `hidden` (see the module's docstring).
     On a GPU the parameters are created there. Build under `torch.device("meta")`, with a config that has
     `use_cpu_initialization=True, perform_initialization=False`, to get shapes without memory.
     """
@@ -198,7 +202,10 @@ def build_gpt_model(
         rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    if post_process:
+    assert output in ("logits", "hidden")
+    if post_process and output == "hidden":
+        _return_hidden_states(gpt)
+    elif post_process:
         _mask_padded_vocabulary(gpt, model, tp, parallel_output)
     for name, parameter in gpt.named_parameters():
         if ".mlp.experts." in name:
@@ -208,15 +215,23 @@ def build_gpt_model(
     return gpt
 
 
-def local_expert_offset(model: ModelArgs) -> int:
-    """Number of experts on the expert-parallel ranks before this one (`parallel_state` must be initialised)."""
-    from megatron.core import parallel_state
+def output_weight(gpt: Any) -> torch.nn.Parameter:
+    """This rank's rows of the output layer [V/tp, H], on the last pipeline stage; with tied embeddings, those."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return gpt.output_layer.weight
 
-    size, rank = (
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
-    return (model.num_experts or 0) // size * rank
+
+def _return_hidden_states(gpt: Any) -> None:
+    """Let the output layer hand through what it gets.
+
+    It is still called as a module: Megatron's overlapped parameter gather waits for its weight in a hook of the call.
+    """
+
+    def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any) -> tuple[torch.Tensor, None]:
+        return hidden, None
+
+    gpt.output_layer.forward = forward
 
 
 def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int, parallel_output: bool) -> None:
@@ -252,9 +267,7 @@ def packed_seq_params(  # type: ignore[no-untyped-def]
     if device is not None:
         ends = ends.to(device)
     longest = max(lengths)
-    fields = dict(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+    fields = dict(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     if cp == 1:
         return PackedSeqParams(**fields)
     return ZigzagSeqParams(**fields, chunks=chunk_layout(lengths, cp, cp_rank, device))
@@ -269,13 +282,11 @@ def init_parallel(
     *,
     vpp: int | None = None,
     seed: int = 1234,
-    timeout_minutes: int | None = None,
 ) -> None:
     """Initialise Megatron's parallel groups and random states over the running torch.distributed group."""
     install_cpu_compat()
     from megatron.core import parallel_state, tensor_parallel
 
-    options = {} if timeout_minutes is None else {"distributed_timeout_minutes": timeout_minutes}
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -283,6 +294,5 @@ def init_parallel(
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         virtual_pipeline_model_parallel_size=vpp,
-        **options,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

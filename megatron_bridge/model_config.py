@@ -173,7 +173,7 @@ def check_expert_parallel(model: ModelArgs, ep: int, etp: int) -> None:
     if model.num_experts is None:
         for name, size in (("model", ep), ("tensor", etp)):
             if size != 1:
-                raise ValueError(f"--expert-{name}-parallel-size {size}: the model has no experts (--num-experts); use 1")
+                raise ValueError(f"--expert-{name}-parallel-size {size}: the model has no experts; use 1")
         return
     if model.num_experts % ep:
         raise ValueError(

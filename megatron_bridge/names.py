@@ -98,9 +98,7 @@ EXPERT_MLP = (
         GATED,
         0,
     ),
-    Parameter(
-        "mlp.experts.experts.{expert}.linear_fc2.weight", ("mlp.experts.{expert}.down_proj.weight",), COPY, 1
-    ),
+    Parameter("mlp.experts.experts.{expert}.linear_fc2.weight", ("mlp.experts.{expert}.down_proj.weight",), COPY, 1),
 )
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY, 0)
@@ -155,7 +153,7 @@ MLP_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 _LAYER_NAME = re.compile(re.escape(LAYER_PREFIX) + r"(\d+)\.(.+)")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.experts\.(\d+)\.(.+)")
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_)?experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
 
 
@@ -188,7 +186,7 @@ def split_expert(rest: str) -> tuple[int | None, str]:
 
 
 def global_name(name: str, model: ModelArgs, layer_offset: int = 0, expert_offset: int = 0) -> str:
-    """A parameter's checkpoint name, from its name in the modules of one rank.
+    """A parameter's checkpoint name, from its name in the modules of one rank (or with such a rank's numbers).
 
     layer_offset: number of layers before this pipeline stage (Megatron's `get_transformer_layer_offset`).
     expert_offset: number of experts on the expert-parallel ranks before this one.

@@ -49,9 +49,7 @@ class ChunkLayout:
     lengths_k: list[int]
 
 
-def chunk_layout(
-    lengths: Sequence[int], cp: int, rank: int, device: torch.device | str | None = None
-) -> ChunkLayout:
+def chunk_layout(lengths: Sequence[int], cp: int, rank: int, device: torch.device | str | None = None) -> ChunkLayout:
     """The layout for packed sequences of these lengths, on `device`."""
     gathered = torch.cat([zigzag_rows(lengths, cp, other) for other in range(cp)])
     place_of = torch.empty_like(gathered)  # whole row -> gathered row

@@ -13,6 +13,9 @@ Model output is never decoded and encoded again: `tokens` holds the ids that the
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -121,29 +124,41 @@ class Sample:
 
 @dataclass(slots=True)
 class TrainSample:
-    """What the trainer needs of one sample; every list has one entry per token (T entries).
+    """What the trainer needs of one sample; every sequence has one entry per token (T entries).
 
     `loss_mask[t] = 1` says that token t is learned: its log-prob is taken from the logits at t - 1, so
-    position 0 is always 0.
+    position 0 is always 0. A sample that learns nothing (all 0) still counts in its group's baseline.
+
+    Sequences are stored as compact arrays, so that a batch of millions of tokens travels between processes as a few
+    copies of memory.
     """
 
-    tokens: list[int]  # [T]
-    loss_mask: list[int]  # [T]
-    rollout_log_probs: list[float] | None = None  # [T], 0.0 where not generated; None in SFT
+    tokens: Sequence[int]  # [T] array("i")
+    loss_mask: Sequence[int]  # [T] array("b")
+    rollout_log_probs: Sequence[float] | None = None  # [T] array("f"), 0.0 where not generated; None in SFT
+    teacher_log_probs: Sequence[float] | None = None  # [T] array("f"): a teacher's, for distillation
     reward: float = 0.0
-    advantage: float = 0.0
-    """Group-relative advantage, the same for all tokens of the sample."""
     index: int = 0
     group_index: int = 0
 
     def __post_init__(self) -> None:
-        same = len(self.tokens) == len(self.loss_mask)
+        self.tokens, self.loss_mask = array("i", self.tokens), array("b", self.loss_mask)
+        lengths = [len(self.tokens), len(self.loss_mask)]
         if self.rollout_log_probs is not None:
-            same = same and len(self.rollout_log_probs) == len(self.tokens)
-        if not same or not self.tokens or self.loss_mask[0]:
+            self.rollout_log_probs = array("f", self.rollout_log_probs)
+            lengths.append(len(self.rollout_log_probs))
+        if self.teacher_log_probs is not None:
+            self.teacher_log_probs = array("f", self.teacher_log_probs)
+            lengths.append(len(self.teacher_log_probs))
+        if len(set(lengths)) != 1 or not self.tokens or self.loss_mask[0]:
             raise ValueError(
-                f"train sample {self.index}: tokens, loss mask and log-probs must have one entry per token and "
-                f"the first token is never learned; got {len(self.tokens)} tokens, {len(self.loss_mask)} mask entries"
+                f"train sample {self.index}: tokens, loss mask and log-probs must have one entry per token and the "
+                f"first token is never learned; got {len(self.tokens)} tokens, {lengths[1:]} entries of the others"
+            )
+        if not math.isfinite(self.reward):
+            raise ValueError(
+                f"train sample {self.index}: a reward must be a finite number, got {self.reward}; check the reward "
+                "function"
             )
 
     @property
@@ -155,16 +170,15 @@ class TrainSample:
         return sum(self.loss_mask)
 
     @classmethod
-    def from_sample(cls, sample: Sample, *, reward: float, advantage: float) -> TrainSample:
+    def from_sample(cls, sample: Sample, *, reward: float) -> TrainSample:
         """Lay a generated sample's response arrays out over all its tokens."""
         sample.check()
         before = sample.prompt_length
         return cls(
-            tokens=list(sample.tokens),
+            tokens=sample.tokens,
             loss_mask=[0] * before + sample.loss_mask,
             rollout_log_probs=[0.0] * before + sample.rollout_log_probs,
             reward=reward,
-            advantage=advantage,
             index=sample.index,
             group_index=sample.group_index,
         )

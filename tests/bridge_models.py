@@ -34,8 +34,8 @@ DENSE_KINDS = KINDS[:3]
 def tiny_model(kind: str) -> torch.nn.Module:
     """Three layers. qwen2: biases, tied. qwen3: head norms, wide heads, untied. llama: scaled rotary, tied, MHA.
 
-    qwen3_moe: 6 experts, 3 per token, weights of the chosen normalised. qwen3_mixed: experts in layers 0 and 2 only, not
-    normalised, tied.
+    qwen3_moe: 6 experts, 3 per token, weights of the chosen normalised. qwen3_mixed: experts in layers 0 and 2 only,
+    not normalised, tied.
     """
     torch.manual_seed(KINDS.index(kind))
     if kind == "qwen2":

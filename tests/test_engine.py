@@ -196,6 +196,23 @@ def test_a_rollout_and_an_evaluation_through_the_manager(running: Running, tmp_p
         assert [s.group_index for s in manager.generate(1).samples] == next_groups
 
 
+def test_the_eval_command_measures_running_engines(running: Running, tmp_path: Path):
+    rows = [{"prompt": f"{i} + 1 = ?", "label": str(i + 1)} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        sys.executable, "-m", "slime_retool.cli", "eval", "--device", "cpu",
+        "--hf-checkpoint", str(running.folder / "model_0"), "--rollout-external-urls", running.engine,
+        "--eval-prompt-data", "three", str(tmp_path / "rows.jsonl"), "--apply-chat-template",
+        "--n-samples-per-eval-prompt", "2", "--rollout-max-response-len", "8", "--no-progress",
+        "--output-dir", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "mean@2" in done.stdout and "three" in done.stdout
+    figures = json.loads((tmp_path / "out" / "eval" / "figures.json").read_text())
+    assert figures["eval/three/samples"] == 6 and figures["val-aux/three/num_turns/mean"] == 2
+
+
 def test_checksums_are_those_of_the_checkpoint_under_its_own_names(running: Running):
     weights = load_file(running.folder / "model_0" / "model.safetensors")
     assert running.admin.weight_checksums() == {name: tensor_checksum(tensor) for name, tensor in weights.items()}

@@ -33,7 +33,7 @@ def rollout(tmp_path, conversations, *flags):
 def test_a_batch_holds_ids_and_mask_of_each_conversation(tmp_path):
     batch = rollout(tmp_path, [SHORT, [user("a"), assistant("b")]])
     expected = [tokenize_conversation(byte_tokenizer(), m, TOOLS) for m in (SHORT, [user("a"), assistant("b")])]
-    assert [(s.tokens, s.loss_mask) for s in batch.samples] == expected
+    assert [(list(s.tokens), list(s.loss_mask)) for s in batch.samples] == expected
     assert batch.metrics["rollout/tokens"] == sum(len(ids) for ids, _ in expected)
     assert batch.metrics["rollout/supervised_tokens"] == sum(sum(mask) for _, mask in expected)
     assert batch.metrics["rollout/skipped_too_long"] == batch.metrics["rollout/skipped_refused"] == 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import schedule, split_steps
-from slime_retool.trainer.packing import pack
+from slime_retool.trainer.packing import TokenData, pack, unpack
 from slime_retool.types import TrainSample
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
@@ -73,31 +77,71 @@ def test_steps_are_nearly_equal_and_in_order(samples: int, steps: int) -> None:
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 
-def _samples() -> list[TrainSample]:
-    return [
-        TrainSample([11, 12, 13], [0, 1, 1], rollout_log_probs=[0.0, -0.5, -0.25], advantage=2.0),
-        TrainSample([21, 22], [0, 1], rollout_log_probs=[0.0, -1.0], advantage=-1.0),
-    ]
+def _batch() -> TrainBatch:
+    return TrainBatch.from_samples(
+        [
+            TrainSample([11, 12, 13], [0, 1, 1], rollout_log_probs=[0.0, -0.5, -0.25], reward=2.0, group_index=7),
+            TrainSample([21, 22], [0, 1], rollout_log_probs=[0.0, -1.0], group_index=8),
+        ]
+    )
+
+
+def _data() -> TokenData:
+    return TokenData(
+        weights=torch.tensor([0, 0.25, 0.25, 0, 0.5]),
+        old_log_probs=_batch().rollout_log_probs,
+    )
+
+
+def test_samples_lie_end_to_end_in_flat_tensors() -> None:
+    batch = _batch()
+    assert batch.tokens.tolist() == [11, 12, 13, 21, 22] and batch.mask.tolist() == [False, True, True, False, True]
+    assert batch.lengths.tolist() == [3, 2] and batch.starts.tolist() == [0, 3]
+    assert batch.rewards.tolist() == [2, 0] and batch.groups.tolist() == [7, 8]
+    assert batch.rollout_log_probs is not None and batch.rollout_log_probs.tolist() == [0, -0.5, -0.25, 0, -1.0]
+    assert batch.teacher_log_probs is None
+
+
+def test_log_probs_that_one_sample_lacks_are_left_out() -> None:
+    samples = [TrainSample([1, 2], [0, 1], rollout_log_probs=[0.0, -1.0]), TrainSample([1, 2], [0, 1])]
+    assert TrainBatch.from_samples(samples).rollout_log_probs is None
 
 
 def test_packing_shifts_targets_within_each_sequence_and_pads_with_its_own() -> None:
-    batch = pack(_samples(), [0, 1], weights=[[0, 0.25, 0.25], [0, 0.5]], total_tokens=3, multiple=4)
-    assert batch.tokens.tolist() == [[11, 12, 13, 21, 22, 0, 0, 0]]
-    assert batch.lengths == [3, 2, 3]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
-    assert batch.targets.tolist() == [12, 13, 0, 22, 0, 0, 0, 0]
-    assert batch.weights.tolist() == [0.25, 0.25, 0, 0.5, 0, 0, 0, 0]
-    assert batch.rollout_log_probs is not None
-    assert batch.rollout_log_probs.tolist() == [-0.5, -0.25, 0, -1.0, 0, 0, 0, 0]
-    assert batch.token_mean.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0])
+    packed = pack(_batch(), [0, 1], data=_data(), multiple=4)
+    assert packed.tokens.tolist() == [[11, 12, 13, 21, 22, 0, 0, 0]]
+    assert packed.lengths == [3, 2, 3]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert packed.targets.tolist() == [12, 13, 0, 22, 0, 0, 0, 0]
+    assert packed.data is not None and packed.data.old_log_probs is not None
+    assert packed.data.weights.tolist() == [0.25, 0.25, 0, 0.5, 0, 0, 0, 0]
+    assert packed.data.old_log_probs.tolist() == [-0.5, -0.25, 0, -1.0, 0, 0, 0, 0]
+    assert packed.data.returns is None
+
+
+def test_packing_says_which_positions_are_learned_and_whose_they_are() -> None:
+    packed = pack(_batch(), [1, 0], multiple=4)
+    assert packed.learned.tolist() == [0, 2, 3]
+    assert packed.sample_of.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert packed.token_counts.tolist() == [1, 2, 0]
 
 
 def test_an_empty_micro_batch_is_padding_without_weight() -> None:
-    batch = pack(_samples(), [], weights=[[0, 1, 1], [0, 1]], total_tokens=3, multiple=2)
-    assert batch.lengths == [2] and batch.indices == []
-    assert batch.weights.tolist() == [0, 0] and batch.tokens.shape == (1, 2)
+    packed = pack(_batch(), [], data=_data(), multiple=2)
+    assert packed.lengths == [2] and packed.tokens.shape == (1, 2)
+    assert packed.data is not None and packed.data.weights.tolist() == [0, 0]
 
 
-def test_split_turns_values_at_logits_back_into_values_of_tokens() -> None:
-    batch = pack(_samples(), [1, 0], multiple=4)
-    assert batch.split([1.0, 9.0, 2.0, 3.0, 9.0, 9.0, 9.0, 9.0]) == [[0.0, 1.0], [0.0, 2.0, 3.0]]
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_unpacking_turns_values_at_logits_back_into_values_of_tokens(
+    lengths: list[int], multiple: int, rng: random.Random
+) -> None:
+    """Whatever micro-batches the samples are spread over: what `pack` shifts to the left comes back to its token."""
+    batch = TrainBatch.from_samples([TrainSample(list(range(1, n + 1)), [0] * n) for n in lengths])
+    values = torch.rand(batch.num_tokens)
+    values[batch.starts] = 0
+    order = rng.sample(range(len(lengths)), len(lengths))
+    cut = rng.randint(0, len(order))
+    data = TokenData(weights=values)
+    packed = [pack(batch, part, data=data, multiple=multiple) for part in (order[:cut], order[cut:])]
+    assert torch.equal(unpack([(p.target_index, p.data.weights) for p in packed if p.data], len(values)), values)

@@ -82,7 +82,7 @@ def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: i
         sync.through_files = step == 2  # what --colocate does on GPUs
         version = sync.update()
         mine = sync.weight_checksums()
-        log_probs = trainer.log_probs([probe])[0][1:]
+        log_probs = trainer.log_probs([probe]).tolist()[1:]
         if rank == 0:
             admin = EngineAdmin(url)
             engine_log_probs, greedy = _generate(url, PROMPT)

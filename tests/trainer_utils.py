@@ -44,7 +44,7 @@ def tiny_config(**overrides: Any) -> Config:
 
 
 def random_samples(count: int = 6, *, seed: int = 0, engine: bool = True) -> list[TrainSample]:
-    """Samples of 3 to 20 tokens, about half of them learned; one of them has no learned token."""
+    """Samples of 3 to 20 tokens in groups of 3, about half of them learned; one of them has no learned token."""
     rng = random.Random(seed)
     samples = []
     for index in range(count):
@@ -55,8 +55,9 @@ def random_samples(count: int = 6, *, seed: int = 0, engine: bool = True) -> lis
                 tokens=[rng.randrange(VOCAB_SIZE) for _ in range(length)],
                 loss_mask=mask,
                 rollout_log_probs=[-rng.uniform(2, 6) * m for m in mask] if engine else None,
-                advantage=rng.uniform(-1.5, 1.5),
+                reward=rng.uniform(-1.5, 1.5),
                 index=index,
+                group_index=index // 3,
             )
         )
     return samples
@@ -67,7 +68,7 @@ def sharpen(trainer: Any) -> None:
     with torch.no_grad():
         for parameter in trainer.module.parameters():
             parameter.mul_(6.0) if parameter.dim() > 1 else parameter.add_(0.3 * parameter.sin())
-    trainer.optimizer.reload_model_params()
+    trainer.actor.optimizer.reload_model_params()
 
 
 def gradients(trainer: Any) -> dict[str, torch.Tensor]:

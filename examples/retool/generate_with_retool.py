@@ -20,7 +20,7 @@ from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 from slime_retool.reward import compute_score, conversation_messages, shape_tool_use
 from slime_retool.rollout.context import current_context
-from slime_retool.tool_use import LoopBudgets, ToolRegistry, make_format, run_tool_loop
+from slime_retool.tool_use import LoopBudgets, ToolRegistry, make_format, run_chat_loop, run_tool_loop
 from slime_retool.types import Sample
 
 MakeTools = Callable[[Config], AbstractAsyncContextManager[ToolRegistry]]
@@ -40,21 +40,24 @@ async def generate_with_tools(
     budget of the whole response, observations included.
     """
     context = current_context()
-    if context.engine is None:
+    if context.engine is None and context.chat is None:
         raise ConfigError("generate needs an inference engine, and this run has none; remove --debug-train-only")
     registry = await context.resource("tools", make_tools)
     schemas = sample.tools or registry.schemas()
     registry.require(schemas)
-    tool_format = await context.resource(
-        "tool format " + json.dumps(schemas),
-        lambda _: nullcontext(make_format(args.tool_format, context.tokenizer, schemas)),
-    )
     budgets = LoopBudgets(
         max_response_tokens=sampling_params.get("max_new_tokens", args.rollout_max_response_len),
         max_context_tokens=args.rollout_max_context_len,
         max_turns=args.max_turns,
         max_tool_calls=args.max_tool_calls,
         max_observation_tokens=args.max_observation_tokens,
+    )
+    if context.chat is not None:
+        return await run_chat_loop(context.chat, registry, sample, sampling_params, budgets, schemas)
+    assert context.engine is not None
+    tool_format = await context.resource(
+        "tool format " + json.dumps(schemas),
+        lambda _: nullcontext(make_format(args.tool_format, context.tokenizer, schemas)),
     )
     return await run_tool_loop(context.engine, tool_format, registry, sample, sampling_params, budgets)
 

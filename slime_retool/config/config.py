@@ -19,6 +19,7 @@ class Config(
     groups.PerfArgs,
     groups.BatchArgs,
     groups.OptimizerArgs,
+    groups.CriticArgs,
     groups.AlgoArgs,
     groups.EvalArgs,
     groups.ToolArgs,
@@ -53,6 +54,22 @@ class Config(
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.model_parallel_size
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage_estimator == "ppo" and self.loss_type == "policy_loss"
+
+    @property
+    def critic_apart(self) -> bool:
+        """The critic has processes of its own."""
+        return self.critic_num_nodes is not None or self.critic_num_gpus_per_node is not None
+
+    @property
+    def critic_world_size(self) -> int:
+        """Processes of a critic that is apart; 0 without one."""
+        if not self.uses_critic or not self.critic_apart:
+            return 0
+        return (self.critic_num_nodes or 1) * (self.critic_num_gpus_per_node or 1)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -111,7 +128,11 @@ def build_parser(prog: str = "slime_retool.train") -> _TrainParser:
 
 def parse_config(argv: Sequence[str] | None = None, prog: str = "slime_retool.train") -> Config:
     """Parse flags into a `Config`; exits with code 2 and one line on a mistake. Values are checked by `validate`."""
-    parsed = build_parser(prog).parse_args(argv)
+    return config_from_namespace(build_parser(prog).parse_args(argv))
+
+
+def config_from_namespace(parsed: argparse.Namespace) -> Config:
+    """The `Config` in what `build_parser(...).parse_args` returned."""
     config = flags.from_namespace(Config, parsed)
     config.sglang_server_flags = parsed.sglang_server_flags
     return config

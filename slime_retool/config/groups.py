@@ -168,6 +168,14 @@ class EvalArgs:
     eval_top_p: float | None = flag(None, help="As --rollout-top-p.")
     eval_top_k: int | None = flag(None, help="As --rollout-top-k.")
     skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
+    eval_endpoint_url: str | None = flag(
+        None, metavar="URL", help="`slime-retool eval` only: a model behind this OpenAI-compatible API (.../v1)."
+    )
+    eval_endpoint_model: str | None = flag(None, metavar="NAME", help="The endpoint's name of the model.")
+    eval_endpoint_key_variable: str = flag(
+        "OPENAI_API_KEY", metavar="NAME", help="Environment variable that holds the endpoint's key; unset: no key."
+    )
+    eval_endpoint_concurrency: int = flag(32, help="Requests to the endpoint at once.")
 
 
 @dataclass
@@ -175,24 +183,86 @@ class AlgoArgs:
     """Loss and advantages."""
 
     loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss"), help="What is minimised.")
-    advantage_estimator: str = flag("grpo", choices=("grpo",), help="How rewards become advantages.")
+    advantage_estimator: str = flag(
+        "grpo",
+        choices=("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+        help="How rewards become advantages. gspo and cispo are grpo's with a loss of their own; ppo trains a critic.",
+    )
     disable_grpo_std_normalization: bool = flag(False, help="Do not divide advantages by the group's deviation.")
+    normalize_advantages: bool = flag(
+        False,
+        help="Whiten advantages over all learned tokens of the rollout (the reinforce_plus_plus ones always are).",
+    )
     disable_compute_advantages_and_returns: bool = flag(False, help="No advantages (SFT).")
+    gamma: float = flag(1.0, help="Discount per learned token (ppo and reinforce_plus_plus).")
+    lambd: float = flag(1.0, help="Lambda of generalised advantage estimation (ppo).")
+    kl_coef: float = flag(
+        0.0, help="Take this times the KL from the reference model (--ref-load) off the reward, token by token."
+    )
     calculate_per_token_loss: bool = flag(
         False, help="Average over all learned tokens of the batch, not first within each sample."
     )
-    eps_clip: float = flag(0.2, help="PPO clip range below 1 (and above, without --eps-clip-high).")
+    loss_constant_length: int | None = flag(
+        None, help="Divide each sample's loss by this many tokens instead of its own length (Dr. GRPO)."
+    )
+    eps_clip: float = flag(
+        0.2, help="Clip range of the ratio below 1 (and above, without --eps-clip-high); gspo wants about 3e-4."
+    )
     eps_clip_high: float | None = flag(None, help="Clip range above 1 (DAPO's clip-higher).")
     eps_clip_c: float | None = flag(None, help="Dual-clip bound for negative advantages; above 1.")
     use_kl_loss: bool = flag(False, help="Add a KL term against the reference model (--ref-load) to the loss.")
-    kl_loss_coef: float = flag(0.0, help="Weight of the KL term.")
+    kl_loss_coef: float = flag(0.0, help="Weight of the KL term in the loss.")
     kl_loss_type: str = flag(
-        "k1", choices=("k1", "k2", "k3", "low_var_kl"), help="Estimator of the KL term (low_var_kl: k3, clamped)."
+        "k1",
+        choices=("k1", "k2", "k3", "low_var_kl"),
+        help="Estimator of the KL, in the loss and in the reward (low_var_kl: k3, clamped). k1 in the loss only "
+        "measures: its expected gradient is 0.",
     )
     entropy_coef: float = flag(0.0, help="Weight of the entropy bonus.")
     use_rollout_logprobs: bool = flag(
         False, help="Take the engine's log-probs as the old policy's instead of recomputing them."
     )
+    use_tis: bool = flag(
+        False, help="Correct for the engine's log-probs differing from the trainer's by importance weights."
+    )
+    tis_level: str = flag(
+        "token",
+        choices=("token", "sequence", "geometric"),
+        help="Ratio of a token, of its whole sample, or the geometric mean over its sample.",
+    )
+    tis_mode: str = flag(
+        "truncate",
+        choices=("truncate", "mask"),
+        help="Ratios outside the limits: moved to them, or their tokens (samples) teach nothing.",
+    )
+    tis_clip: float = flag(2.0, help="Upper limit of importance weights.")
+    tis_clip_low: float = flag(0.0, help="Lower limit of importance weights.")
+    teacher_url: str | None = flag(
+        None, metavar="URL", help="SGLang server of a teacher with the same tokenizer, for on-policy distillation."
+    )
+    distill_coef: float = flag(0.0, help="Weight of the distillation term (reverse KL from the teacher) in the loss.")
+
+
+@dataclass
+class CriticArgs:
+    """Critic (--advantage-estimator ppo)."""
+
+    critic_num_nodes: int | None = flag(
+        None, help="Hosts of the critic; without it and the next flag it shares the actor's processes."
+    )
+    critic_num_gpus_per_node: int | None = flag(
+        None, help="Processes per host for the critic alone, one GPU each; same parallel sizes as the actor."
+    )
+    critic_load: str | None = flag(
+        None, metavar="DIR", help="The critic's checkpoint: resumed, or its first weights (default: LOAD/critic)."
+    )
+    critic_save: str | None = flag(
+        None, metavar="DIR", help="Write the critic's checkpoints here (default: SAVE/critic)."
+    )
+    critic_lr: float | None = flag(None, help="The critic's peak learning rate (default: --lr).")
+    critic_lr_warmup_iters: int = flag(0, help="The critic's optimizer steps of linear warm-up.")
+    num_critic_only_steps: int = flag(0, help="First rollouts in which only the critic is trained.")
+    value_clip: float = flag(0.2, help="Keep values this close to their old ones in the critic's loss (0: never).")
 
 
 @dataclass

@@ -7,14 +7,19 @@ refusal is a ConfigError of one line: the rule, the value seen, the fix.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from pathlib import Path
 
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
-from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, nearest_divisor, required
+from megatron_bridge.model_config import ModelArgs, nearest_divisor
 from slime_retool.config.config import Config
+from slime_retool.config.groups import CriticArgs
+from slime_retool.config.parallel import check_parallel, check_world_size
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
+
+logger = logging.getLogger(__name__)
 
 SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
 
@@ -26,7 +31,7 @@ def validate(config: Config) -> None:
         ConfigError: at the first rule that is broken.
     """
     _check_model(config)
-    _check_parallel(config)
+    check_parallel(config)
     _check_data(config)
     _check_batches(config)
     _check_algorithm(config)
@@ -35,6 +40,27 @@ def validate(config: Config) -> None:
     _check_precision(config)
     _check_engines(config)
     _check_hooks(config)
+
+
+def validate_evaluation(config: Config) -> None:
+    """What `slime-retool eval` needs beyond (or, with an endpoint, instead of) `validate`. Raises ConfigError."""
+    _require(bool(config.eval_prompt_data), "--eval-prompt-data NAME FILE is required: the sets to measure on")
+    _check_data(config)
+    _require(
+        config.n_samples_per_eval_prompt >= 1,
+        f"--n-samples-per-eval-prompt must be at least 1, got {config.n_samples_per_eval_prompt}",
+    )
+    if config.eval_endpoint_url is not None:
+        _require(
+            config.eval_endpoint_url.startswith(("http://", "https://")),
+            f"--eval-endpoint-url must start with http:// or https://, got {config.eval_endpoint_url}",
+        )
+        _require(config.eval_endpoint_model is not None, "--eval-endpoint-url needs --eval-endpoint-model NAME")
+        _require(
+            config.eval_endpoint_concurrency >= 1,
+            f"--eval-endpoint-concurrency must be at least 1, got {config.eval_endpoint_concurrency}",
+        )
+        _check_hooks(config)
 
 
 def _require(ok: bool, message: str) -> None:
@@ -66,46 +92,6 @@ def _check_model(config: Config) -> None:
         raise ConfigError(str(error)) from error
     if config.max_position_embeddings is None:
         config.max_position_embeddings = hf.get("max_position_embeddings")
-
-
-def _check_parallel(config: Config) -> None:
-    tp, pp, cp = (
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        config.context_parallel_size,
-    )
-    for flag, value in (
-        ("--actor-num-nodes", config.actor_num_nodes),
-        ("--actor-num-gpus-per-node", config.actor_num_gpus_per_node),
-        ("--tensor-model-parallel-size", tp),
-        ("--pipeline-model-parallel-size", pp),
-        ("--context-parallel-size", cp),
-    ):
-        _require(value >= 1, f"{flag} must be at least 1, got {value}")
-    _require(cp == 1, f"--context-parallel-size must be 1 in this version, got {cp}")
-    for flag, value in (
-        ("--expert-model-parallel-size", config.expert_model_parallel_size),
-        ("--expert-tensor-parallel-size", config.expert_tensor_parallel_size),
-    ):
-        _require(value == 1, f"{flag} must be 1: the supported model families have no experts, got {value}")
-    world = config.world_size
-    if world % (tp * pp):
-        nearest = nearest_divisor(world, tp * pp)
-        raise ConfigError(
-            f"tensor x pipeline parallel size {tp} x {pp} = {tp * pp} does not divide the {world} training processes "
-            f"({config.actor_num_nodes} nodes x {config.actor_num_gpus_per_node}); the nearest product that does is "
-            f"{nearest}"
-        )
-    try:
-        check_tensor_parallel(config, tp)
-        check_pipeline(
-            required(config, "num_layers"),
-            pp,
-            first=config.decoder_first_pipeline_num_layers,
-            last=config.decoder_last_pipeline_num_layers,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _check_data(config: Config) -> None:
@@ -214,9 +200,10 @@ def _check_algorithm(config: Config) -> None:
             "or use --loss-type sft_loss",
         )
         _require(
-            config.n_samples_per_prompt >= 2,
-            f"--advantage-estimator grpo compares responses to one prompt: --n-samples-per-prompt must be at least 2, "
-            f"got {config.n_samples_per_prompt}",
+            config.n_samples_per_prompt >= 2 or config.advantage_estimator in ("ppo", "reinforce_plus_plus"),
+            f"--advantage-estimator {config.advantage_estimator} compares responses to one prompt: "
+            f"--n-samples-per-prompt must be at least 2, got {config.n_samples_per_prompt}; ppo and "
+            "reinforce_plus_plus need no group",
         )
         _require(
             not config.disable_compute_advantages_and_returns,
@@ -238,21 +225,129 @@ def _check_algorithm(config: Config) -> None:
         config.eval_temperature is None or config.eval_temperature >= 0,
         f"--eval-temperature must be 0 (greedy) or above, got {config.eval_temperature}",
     )
-    _require(0 < config.eps_clip < 1, f"--eps-clip must be between 0 and 1, got {config.eps_clip}")
-    high = config.eps_clip_high
+    _check_loss(config)
+    _check_kl(config)
+    _check_off_policy(config)
+    _check_distillation(config)
+    _check_critic(config)
+
+
+def _check_loss(config: Config) -> None:
+    cispo = config.advantage_estimator == "cispo"
+    low, high = config.eps_clip, config.eps_clip_high
     _require(
-        high is None or high >= config.eps_clip,
-        f"--eps-clip-high must be at least --eps-clip {config.eps_clip}, got {high}",
+        0 < low < 1 or (cispo and low == 1),
+        f"--eps-clip must be between 0 and 1 (with cispo also 1: no lower bound), got {low}",
+    )
+    # In CISPO the two bounds are independent; elsewhere a smaller upper one is a mistake.
+    _require(
+        high is None or high >= low or (cispo and high > 0),
+        f"--eps-clip-high must be at least --eps-clip {low}, got {high}",
     )
     _require(
         config.eps_clip_c is None or config.eps_clip_c > 1, f"--eps-clip-c must be above 1, got {config.eps_clip_c}"
     )
-    if config.use_kl_loss and config.kl_loss_coef != 0:
-        _require(config.ref_load is not None, "--use-kl-loss needs the reference model: add --ref-load DIR")
     _require(
-        config.kl_loss_coef == 0 or config.use_kl_loss,
-        f"--kl-loss-coef {config.kl_loss_coef} has no effect without --use-kl-loss; add it or drop the coefficient",
+        config.eps_clip_c is None or not cispo,
+        "--eps-clip-c bounds a loss that --advantage-estimator cispo does not have; drop it",
     )
+    length = config.loss_constant_length
+    _require(length is None or length >= 1, f"--loss-constant-length must be at least 1, got {length}")
+    _require(
+        length is None or not config.calculate_per_token_loss,
+        f"--loss-constant-length {length} and --calculate-per-token-loss are two divisors of one loss; drop one",
+    )
+    for flag, value in (("--gamma", config.gamma), ("--lambd", config.lambd)):
+        _require(0 <= value <= 1, f"{flag} must be in [0, 1], got {value}")
+
+
+def _check_kl(config: Config) -> None:
+    if config.kl_loss_coef != 0:
+        _require(
+            config.use_kl_loss,
+            f"--kl-loss-coef {config.kl_loss_coef} has no effect without --use-kl-loss; add it or drop the coefficient",
+        )
+    _require(
+        config.kl_loss_coef == 0 or config.kl_coef == 0,
+        f"--kl-loss-coef {config.kl_loss_coef} and --kl-coef {config.kl_coef} count the same KL twice; drop one",
+    )
+    wants_reference = config.use_kl_loss or config.kl_coef != 0
+    if wants_reference and config.loss_type == "policy_loss" and not config.debug_rollout_only:
+        flag = "--use-kl-loss" if config.use_kl_loss else "--kl-coef"
+        _require(config.ref_load is not None, f"{flag} needs the reference model: add --ref-load DIR")
+    if config.use_kl_loss and config.kl_loss_coef != 0 and config.kl_loss_type == "k1":
+        logger.warning("--kl-loss-type k1 in the loss does not pull to the reference: use low_var_kl, or --kl-coef")
+
+
+def _check_off_policy(config: Config) -> None:
+    if config.use_tis:
+        _require(
+            not config.use_rollout_logprobs,
+            "--use-tis weighs the engine's log-probs against the trainer's, which --use-rollout-logprobs never "
+            "computes; drop one",
+        )
+        _require(config.loss_type == "policy_loss", "--use-tis corrects a policy's samples; drop it for sft_loss")
+        _require(
+            0 <= config.tis_clip_low < config.tis_clip,
+            f"--tis-clip-low must be at least 0 and below --tis-clip {config.tis_clip}, got {config.tis_clip_low}",
+        )
+    if config.loss_type == "policy_loss" and (config.rollout_top_p < 1 or config.rollout_top_k != -1):
+        logger.warning(
+            "--rollout-top-p %s --rollout-top-k %s: the engine samples from a cut distribution, the trainer's "
+            "log-probs are of the whole one; ratios and mismatch figures compare the two",
+            config.rollout_top_p, config.rollout_top_k,
+        )  # fmt: skip
+
+
+def _check_distillation(config: Config) -> None:
+    url, weight = config.teacher_url, config.distill_coef
+    _require(weight >= 0, f"--distill-coef must be at least 0, got {weight}")
+    _require((weight > 0) == (url is not None), f"--teacher-url and --distill-coef go together, got {url} and {weight}")
+    _require(
+        url is None or url.startswith(("http://", "https://")),
+        f"--teacher-url must start with http:// or https://, got {url}",
+    )
+    _require(
+        weight == 0 or config.loss_type == "policy_loss",
+        "--distill-coef learns from generated samples; drop it for --loss-type sft_loss",
+    )
+
+
+def _check_critic(config: Config) -> None:
+    """Also fills in the critic's folders."""
+    if not config.uses_critic:
+        for field in dataclasses.fields(CriticArgs):
+            _require(
+                config.__dict__[field.name] == field.default,
+                f"--{field.name.replace('_', '-')} is of a critic, which only --advantage-estimator ppo has; drop it",
+            )
+        return
+    if config.critic_save is None and config.save is not None:
+        config.critic_save = os.path.join(config.save, "critic")
+    if config.critic_load is None and config.load is not None:
+        config.critic_load = os.path.join(config.load, "critic")
+    for flag, own, actors in (
+        ("--critic-save", config.critic_save, config.save),
+        ("--critic-load", config.critic_load, config.load),
+    ):
+        _require(own is None or own != actors, f"{flag} must be another folder than the actor's, got {own}")
+    _require(config.critic_lr is None or config.critic_lr > 0, f"--critic-lr must be above 0, got {config.critic_lr}")
+    for flag, value in (
+        ("--critic-lr-warmup-iters", config.critic_lr_warmup_iters),
+        ("--num-critic-only-steps", config.num_critic_only_steps),
+        ("--value-clip", config.value_clip),
+    ):
+        _require(value >= 0, f"{flag} must be at least 0, got {value}")
+    if not config.critic_apart:
+        return
+    for flag, count in (
+        ("--critic-num-nodes", config.critic_num_nodes),
+        ("--critic-num-gpus-per-node", config.critic_num_gpus_per_node),
+    ):
+        _require(count is None or count >= 1, f"{flag} must be at least 1, got {count}")
+    world = config.critic_world_size
+    processes = f"{world} processes of the critic (--critic-num-nodes x --critic-num-gpus-per-node)"
+    check_world_size(config, world, processes)
 
 
 def _check_checkpoints(config: Config) -> None:

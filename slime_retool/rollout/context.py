@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from slime_retool.config import Config
+from slime_retool.tool_use.chat_loop import ChatEngine
 from slime_retool.types import RolloutBatch, Sample
 
 R = TypeVar("R")
@@ -66,6 +67,8 @@ class RolloutContext:
     """A transformers tokenizer (typed Any: this module imports without transformers)."""
     engine: GenerationEngine | None
     """None in training-only runs (SFT)."""
+    chat: ChatEngine | None = None
+    """Takes the engine's place when a model behind a chat API is evaluated."""
     _resources: dict[str, Any] = field(default_factory=dict)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -12,61 +13,75 @@ from slime_retool.config import Config
 from slime_retool.data.source import copy_sample
 from slime_retool.errors import RolloutError
 from slime_retool.rollout.context import RolloutContext
-from slime_retool.rollout.dump import dump_samples
-from slime_retool.rollout.figures import sample_figures
+from slime_retool.rollout.eval_figures import all_sets_figures, set_figures
 from slime_retool.rollout.hooks import USABLE, Hooks, run_all, run_sample
 from slime_retool.rollout.sampling import evaluation_sampling_params
+from slime_retool.rollout.transcripts import Transcripts
 from slime_retool.types import Sample
-
-# Name of a figure of `sample_figures` -> its name in `eval/<set>/<name>`.
-REPORTED = {
-    "accuracy": "accuracy",
-    "reward_mean": "reward",
-    "tool_call_rate": "tool_call_rate",
-    "tool_error_rate": "tool_error_rate",
-    "malformed_call_rate": "malformed_call_rate",
-    "mean_turns": "mean_turns",
-    "response_tokens_mean": "response_length",
-    "truncated_ratio": "truncated",
-    "failed_ratio": "failed",
-    "samples": "samples",
-}
 
 
 async def evaluate(
-    context: RolloutContext, eval_sets: dict[str, list[Sample]], rollout_id: int = -1
+    context: RolloutContext, eval_sets: dict[str, list[Sample]], rollout_id: int = -1, *, resume: bool = False
 ) -> dict[str, float]:
     """Generate and score `n_samples_per_eval_prompt` responses to every prompt of every set.
 
-    Returns `eval/<name>/<figure>` for the figures of `REPORTED`. `accuracy` is the share of scored samples whose reward
-    is above 0; samples lost to outages are not part of it, and counted in `failed`. Transcripts are written to
-    `output_dir/eval/<name>_<rollout_id>.jsonl`.
+    Returns the figures of `rollout.eval_figures`. Samples lost to outages are not part of an accuracy, and counted in
+    `failed`. Each transcript is written as it ends, to `output_dir/eval/<name>_<rollout_id>.jsonl`; with `resume`
+    those that are there already are not generated again (the weights must be the same).
 
-    Raises RolloutError when no sample of a set could be scored, and whatever a hook raises that is not a RolloutError.
+    Raises RolloutError when no sample of a set could be scored, ConfigError when `resume` meets samples of another
+    evaluation, and whatever a hook raises that is not a RolloutError.
     """
     config = context.config
     hooks, params = Hooks.load(config), evaluation_sampling_params(config)
     copies = {name: _copies(config, samples) for name, samples in eval_sets.items()}
     total = sum(map(len, copies.values()))
-    with tqdm(total=total, desc="evaluation", unit="sample", leave=False, disable=config.no_progress) as bar:
+    with (
+        ExitStack() as files,
+        tqdm(total=total, desc="evaluation", unit="sample", leave=False, disable=config.no_progress) as bar,
+    ):
+        transcripts = {
+            name: files.enter_context(
+                Transcripts(
+                    Path(config.output_dir) / "eval" / f"{_file_name(name)}_{rollout_id:06d}.jsonl",
+                    further={"rollout_id": rollout_id, "eval_set": name},
+                    setting=_setting(config, hooks, params, samples),
+                    resume=resume,
+                )
+            )
+            for name, samples in eval_sets.items()
+        }
 
-        async def run(sample: Sample) -> Sample:
-            sample = await run_sample(config, hooks, sample, params)
+        async def run(name: str, sample: Sample) -> Sample:
+            done = transcripts[name].done.get(sample.index)
+            if done is None:
+                done = await run_sample(config, hooks, sample, params, with_ids=context.chat is None)
+                transcripts[name].add(done)
             bar.update()
-            return sample
+            return done
 
-        results = await run_all(run(sample) for samples in copies.values() for sample in samples)
-    metrics: dict[str, float] = {}
+        results = await run_all(run(name, sample) for name, samples in copies.items() for sample in samples)
+    metrics = all_sets_figures(results) if any(sample.status in USABLE for sample in results) else {}
     for name, samples in copies.items():
         done, results = results[: len(samples)], results[len(samples) :]
-        path = Path(config.output_dir) / "eval" / f"{_file_name(name)}_{rollout_id:06d}.jsonl"
-        await asyncio.to_thread(dump_samples, path, [(sample, {"rollout_id": rollout_id}) for sample in done])
         if not any(sample.status in USABLE for sample in done):
             error = next((sample.error for sample in done if sample.error), "samples were aborted")
             raise RolloutError(f"evaluation set {name!r}: none of {len(done)} samples could be scored; {error}")
-        figures = sample_figures(done, config.reward_key)
-        metrics |= {f"eval/{name}/{reported}": figures[figure] for figure, reported in REPORTED.items()}
+        metrics |= set_figures(name, done, config.n_samples_per_eval_prompt, config.reward_key)
     return metrics
+
+
+def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list[Sample]) -> dict[str, Any]:
+    """What a transcript depends on, as far as the configuration knows."""
+    return {
+        "model": config.eval_endpoint_model or config.hf_checkpoint,
+        "sampling": params,
+        "samples_per_prompt": config.n_samples_per_eval_prompt,
+        "generate": hooks.generate_path,
+        "reward": hooks.reward_path,
+        "tools": [config.tool_format, config.max_turns, config.max_tool_calls, config.max_observation_tokens],
+        "prompts": len(samples),
+    }
 
 
 def _copies(config: Config, samples: list[Sample]) -> list[Sample]:

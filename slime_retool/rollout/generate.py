@@ -9,6 +9,9 @@ from slime_retool.data.rendering import render_prompt
 from slime_retool.errors import RolloutError
 from slime_retool.rollout.context import current_context
 from slime_retool.rollout.sampling import remaining_tokens
+from slime_retool.tool_use.chat_loop import run_chat_loop
+from slime_retool.tool_use.loop import LoopBudgets
+from slime_retool.tool_use.registry import ToolRegistry
 from slime_retool.types import Sample, SampleStatus
 
 STATUS_OF_FINISH = {
@@ -25,6 +28,9 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     Raises EngineError, and RolloutError when the prompt leaves no room for an answer.
     """
     context = current_context()
+    if context.chat is not None:
+        budgets = LoopBudgets(max_response_tokens=sampling_params["max_new_tokens"])
+        return await run_chat_loop(context.chat, ToolRegistry(), sample, sampling_params, budgets, [])
     assert context.engine is not None, "generation needs an engine"
     prompt = render_prompt(context.tokenizer, sample.prompt, sample.tools)
     room = remaining_tokens(args, sampling_params, prompt_length=len(prompt))

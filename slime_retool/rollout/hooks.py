@@ -50,8 +50,12 @@ class Hooks:
         )
 
 
-async def run_sample(config: Config, hooks: Hooks, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def run_sample(
+    config: Config, hooks: Hooks, sample: Sample, sampling_params: dict[str, Any], *, with_ids: bool = True
+) -> Sample:
     """Generate and score one sample; returns it COMPLETED, TRUNCATED, ABORTED or FAILED.
+
+    `with_ids`: the sample must hold the ids that the model wrote (a chat API returns none).
 
     Raises whatever a hook raises that is not a RolloutError, and ValueError when a hook leaves the sample inconsistent
     or returns something that is not a score.
@@ -59,7 +63,7 @@ async def run_sample(config: Config, hooks: Hooks, sample: Sample, sampling_para
     where = hooks.generate_path
     try:
         sample = await hooks.generate(config, sample, dict(sampling_params))
-        _check_generated(sample, hooks.generate_path)
+        _check_generated(sample, hooks.generate_path, with_ids)
         if sample.status in USABLE:
             where = hooks.reward_path
             reward = hooks.reward(config, sample)
@@ -102,12 +106,12 @@ def _forget(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-def _check_generated(sample: Any, path: str) -> None:
+def _check_generated(sample: Any, path: str, with_ids: bool) -> None:
     if not isinstance(sample, Sample):
         raise ValueError(f"{path} must return the sample, got {type(sample).__name__}")
     if sample.status == SampleStatus.PENDING:
         raise ValueError(f"{path} left sample {sample.index} PENDING; set its status (COMPLETED, TRUNCATED, ...)")
     if sample.status in USABLE:
         sample.check()
-        if not any(sample.loss_mask):
+        if with_ids and not any(sample.loss_mask):
             raise ValueError(f"{path} returned sample {sample.index} as {sample.status.value} without a model token")

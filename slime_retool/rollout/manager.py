@@ -17,6 +17,7 @@ from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
 from slime_retool.rollout import evaluate as evaluation
+from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.engine_client import EngineStats, RouterClient
 from slime_retool.rollout.hooks import Hooks, cancel
@@ -40,7 +41,7 @@ class RolloutManager:
         Raises ConfigError or DataError.
         """
         self.config = config
-        if tokenizer is None:
+        if tokenizer is None and config.eval_endpoint_url is None:
             if config.hf_checkpoint is None:
                 raise ConfigError("--hf-checkpoint is required: its tokenizer renders the prompts")
             tokenizer = load_tokenizer(config.hf_checkpoint)
@@ -55,6 +56,7 @@ class RolloutManager:
         self._closed = False
         self._working: set[asyncio.Task[Any]] = set()
         self._client: RouterClient | None = None
+        self._endpoint: ChatEndpoint | None = None
         self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
 
     @property
@@ -66,13 +68,17 @@ class RolloutManager:
         """Generate through this router from now on."""
         self._call(self._connect(router_url))
 
+    def connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
+        """Evaluate a model behind a chat API instead."""
+        self._call(self._connect_endpoint(url, model, api_key))
+
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Make one training batch with `--rollout-function-path`; its errors are raised here."""
         return self._call(self._generate(rollout_id))
 
-    def evaluate(self, rollout_id: int = -1) -> dict[str, float]:
+    def evaluate(self, rollout_id: int = -1, *, resume: bool = False) -> dict[str, float]:
         """Figures of all evaluation sets, see `rollout.evaluate`."""
-        return self._call(self._evaluate(rollout_id))
+        return self._call(self._evaluate(rollout_id, resume))
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
@@ -135,9 +141,20 @@ class RolloutManager:
             batch.metrics |= _engine_figures(self._client.take_stats())
         return batch
 
-    async def _evaluate(self, rollout_id: int) -> dict[str, float]:
+    async def _connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
+        config = self.config
+        self._endpoint = self._context.chat = ChatEndpoint(
+            url,
+            model,
+            api_key=api_key,
+            concurrency=config.eval_endpoint_concurrency,
+            timeout=config.rollout_request_timeout,
+            retries=config.rollout_request_retries,
+        )
+
+    async def _evaluate(self, rollout_id: int, resume: bool) -> dict[str, float]:
         async with self._work():
-            return await evaluation.evaluate(self._context, self.eval_sets, rollout_id)
+            return await evaluation.evaluate(self._context, self.eval_sets, rollout_id, resume=resume)
 
     @asynccontextmanager
     async def _work(self) -> AsyncIterator[None]:
@@ -157,6 +174,8 @@ class RolloutManager:
         await self._context.aclose()
         if self._client is not None:
             await self._client.aclose()
+        if self._endpoint is not None:
+            await self._endpoint.aclose()
 
 
 def _engine_figures(stats: EngineStats) -> dict[str, float]:

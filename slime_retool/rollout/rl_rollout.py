@@ -21,7 +21,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from slime_retool.algo.advantages import group_relative_advantages
 from slime_retool.config import Config
 from slime_retool.errors import DataError, RolloutError
 from slime_retool.plugins import load_function
@@ -39,7 +38,7 @@ FilterFn = Callable[[Config, Group], bool]
 async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
     """One training batch of `rollout_batch_size` groups, ordered by group.
 
-    Failed and aborted samples are left out, and the advantages of a group are relative to its remaining ones.
+    Failed and aborted samples are left out; the trainer compares each sample with the remaining ones of its group.
 
     Raises DataError when `max_sampling_rounds` times as many prompts did not give enough groups, RolloutError when no
     sample could be generated at all, and whatever a hook raises that is not a RolloutError.
@@ -50,7 +49,11 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     sampling = _Sampling(context, data, rollout_id)
     await sampling.run()
     kept = sorted(sampling.kept, key=lambda group: group[0].group_index)
-    trained = [pair for group in kept for pair in _with_advantages(config, group)]
+    trained = [
+        TrainSample.from_sample(sample, reward=sample.reward_value(config.reward_key))
+        for group in kept
+        for sample in _usable(group)
+    ]
     finished = [sample for group in sampling.finished for sample in group]
     seconds = time.monotonic() - started
     figures = sample_figures(finished, config.reward_key) | {
@@ -64,22 +67,10 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     }
     if config.dump_rollouts:
         path = Path(config.output_dir) / "rollouts" / f"rollout_{rollout_id:06d}.jsonl"
-        advantages = {id(sample): train.advantage for sample, train in trained}
-        rows = [(s, {"rollout_id": rollout_id, "advantage": advantages.get(id(s))}) for s in finished]
+        rows = [(sample, {"rollout_id": rollout_id}) for sample in finished]
         await asyncio.to_thread(dump_samples, path, rows)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
-    return RolloutBatch([train for _, train in trained], metrics)
-
-
-def _with_advantages(config: Config, group: Group) -> list[tuple[Sample, TrainSample]]:
-    """The usable samples of one group, and what the trainer needs of each."""
-    usable = _usable(group)
-    rewards = [sample.reward_value(config.reward_key) for sample in usable]
-    advantages = group_relative_advantages(rewards, normalize_std=not config.disable_grpo_std_normalization)
-    return [
-        (sample, TrainSample.from_sample(sample, reward=reward, advantage=advantage))
-        for sample, reward, advantage in zip(usable, rewards, advantages, strict=True)
-    ]
+    return RolloutBatch(trained, metrics)
 
 
 def _usable(group: Group) -> Group:

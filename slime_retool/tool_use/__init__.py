@@ -1,6 +1,7 @@
 """Tool calls: found in model output, executed, and written back as token ids."""
 
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult, Turn
+from slime_retool.tool_use.chat_loop import run_chat_loop
 from slime_retool.tool_use.format import FORMATS, ToolFormat, make_format
 from slime_retool.tool_use.loop import LoopBudgets, run_tool_loop
 from slime_retool.tool_use.parser import parse_tool_calls
@@ -23,5 +24,6 @@ __all__ = [
     "check_template",
     "make_format",
     "parse_tool_calls",
+    "run_chat_loop",
     "run_tool_loop",
 ]

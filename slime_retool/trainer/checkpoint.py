@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_bridge.checkpoint import (
     LATEST_FILE,
     checkpoint_name,
+    latest_iteration,
     load_model_state,
     model_state_dict,
     resolve_checkpoint_dir,
@@ -54,6 +55,11 @@ class TrainerState:
 def exists(root: str) -> bool:
     """Whether `root` holds a finished checkpoint."""
     return (Path(root) / LATEST_FILE).is_file()
+
+
+def latest(root: str) -> int | None:
+    """The rollout of the newest checkpoint under `root`; None for a converted one, or where there is none."""
+    return latest_iteration(root) if exists(root) else None
 
 
 def save(
@@ -86,15 +92,15 @@ def save(
     dist.barrier()
 
 
-def load(root: str, *, module: Any, optimizer: Any, vocab_size: int) -> TrainerState:
-    """Load the newest checkpoint under `root` into model and optimizer. Collective.
+def load(root: str, *, module: Any, optimizer: Any, vocab_size: int, iteration: int | None = None) -> TrainerState:
+    """Load the newest checkpoint under `root`, or that of rollout `iteration`, into model and optimizer. Collective.
 
     Options given to this run (learning rate, betas, ...) win over those of the run that saved.
     Raises CheckpointError when it is incomplete, or of another model.
     """
     from megatron.core import dist_checkpointing
 
-    directory = _directory(root)
+    directory = _directory(root if iteration is None else str(Path(root) / checkpoint_name(iteration)))
     state_path = directory / STATE_FILE
     if not state_path.is_file():
         raise CheckpointError(
@@ -122,15 +128,27 @@ def load(root: str, *, module: Any, optimizer: Any, vocab_size: int) -> TrainerS
     return state
 
 
-def load_weights(root: str, *, module: Any, vocab_size: int) -> None:
-    """Load only the weights, from a converter's or a trainer's checkpoint. Collective; CheckpointError as in `load`."""
+def load_weights(root: str, *, module: Any, vocab_size: int, skip: Collection[str] = ()) -> None:
+    """Load only the weights, from a converter's or a trainer's checkpoint. Collective; CheckpointError as in `load`.
+
+    Parameters named in `skip` are left as they are.
+    """
     from megatron.core import dist_checkpointing
 
     directory = _directory(root)
     _check_vocabulary(directory, vocab_size)
-    load_model_state(
-        [module], _loading(directory, lambda: dist_checkpointing.load(model_state_dict([module]), str(directory)))
-    )
+    state = model_state_dict([module])
+    kept = {name: state["model"].pop(name).data for name in skip if name in state["model"]}
+    loaded = _loading(directory, lambda: dist_checkpointing.load(state, str(directory)))
+    loaded["model"] |= kept
+    load_model_state([module], loaded)
+
+
+def rows_of(root: str, name: str) -> int | None:
+    """First dimension of a parameter in the newest checkpoint under `root`; None where it has no such parameter."""
+    directory = _directory(root)
+    reader = _loading(directory, lambda: TorchDistReader(directory))
+    return reader.shape(name)[0] if reader.has(name) else None
 
 
 def _directory(root: str) -> Path:

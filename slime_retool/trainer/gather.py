@@ -1,8 +1,8 @@
-"""Whole parameters on global rank 0, under Hugging Face names, from their tensor-, expert- and pipeline-parallel parts.
+"""Whole parameters under Hugging Face names, from their tensor-, expert- and pipeline-parallel parts.
 
-The ranks of the first replica take part: of the first data-parallel replica for most parameters, of the first
-expert-data-parallel replica for experts (other ranks, where experts are spread over data-parallel ranks). Shards are
-gathered within each stage, then sent from each stage's first rank to the first stage's, one Megatron parameter at a time.
+Parameters travel in chunks of `CHUNK_BYTES`: one all-gather over the tensor-parallel group (for experts, over the
+expert-parallel ranks and the tensor-parallel ranks within each) and one transfer between pipeline stages for many
+parameters, instead of one each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from megatron_bridge.layout import merge_tp, to_hf, tp_axis
 from megatron_bridge.model_config import ModelArgs
 from megatron_bridge.names import find_parameter, global_name
 
+CHUNK_BYTES = 128 * 2**20
+"""Bytes of one rank's shards that are gathered at once (a larger parameter goes alone)."""
+
+Named = tuple[str, Tensor]
+
 
 def _values(parameter: Tensor) -> Tensor:
     return parameter.detach()
@@ -25,80 +30,162 @@ def _values(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def hf_named_tensors(
-    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] = _values
-) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, full tensor) of every parameter, on global rank 0; nothing on other ranks.
+    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] = _values, *, everywhere: bool = False
+) -> Iterator[Named]:
+    """(HF name, full tensor) of every parameter, on global rank 0, or with `everywhere` on every rank.
 
     Collective: every rank iterates to the end. `value_of(parameter)` picks what is gathered: the weight, or for
     example its gradient, of the same shape. Tensors may share memory with the model: use or copy each before the next.
+    With `everywhere` each data-parallel replica gathers for itself; otherwise only the first takes part, and for
+    experts, which are spread over data-parallel ranks, the first expert-data-parallel replica.
     """
     from megatron.core import parallel_state as mpu
 
-    replicas = (mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_expert_data_parallel_rank())
-    if 0 not in replicas:
+    if not (everywhere or _holds_first(dense=True) or _holds_first(dense=False)):
         return
     pp_group = mpu.get_pipeline_model_parallel_group()
     pp_rank, pp_size = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
-    leader = replicas[0] == 0 and mpu.get_tensor_model_parallel_rank() == 0
-    first = dist.get_process_group_ranks(pp_group)[0]
+    stages = dist.get_process_group_ranks(pp_group)  # of this rank's tensor-parallel position
+    leader = everywhere or (_holds_first(dense=True) and mpu.get_tensor_model_parallel_rank() == 0)
     for stage in range(pp_size):
+        # The first stage's tensors are where they are wanted, unless every stage wants them.
+        travels = leader and pp_size > 1 and (everywhere or stage > 0)
+        targets = list(range(pp_size)) if everywhere else [0]
         if stage == pp_rank:
-            for name, full in _stage_tensors(module, model, value_of):
-                if not leader:
-                    continue
-                if stage == 0:
-                    yield from to_hf(name, full, model)
-                    continue
-                full = full.contiguous()
-                dist.send_object_list([(name, tuple(full.shape), full.dtype)], dst=first, group=pp_group)
-                dist.send(full, dst=first, group=pp_group)
-            if leader and stage > 0:
-                dist.send_object_list([None], dst=first, group=pp_group)
-        elif leader and pp_rank == 0:
-            yield from _received(dist.get_process_group_ranks(pp_group)[stage], pp_group, model)
+            for chunk in _stage_chunks(module, model, value_of, everywhere):
+                if travels:
+                    _send(chunk, pp_group, stages, stage, everywhere)
+                if leader and pp_rank in targets:
+                    for name, full in chunk:
+                        yield from to_hf(name, full, model)
+            if travels:
+                _send([], pp_group, stages, stage, everywhere)
+        elif travels and pp_rank in targets:
+            for name, full in _received(pp_group, stages, stage, everywhere):
+                yield from to_hf(name, full, model)
 
 
-def _received(source: int, group: dist.ProcessGroup, model: ModelArgs) -> Iterator[tuple[str, Tensor]]:
+def _send(chunk: list[Named], group: dist.ProcessGroup, stages: list[int], stage: int, everywhere: bool) -> None:
+    """One chunk of this stage, to all stages or to the first; an empty one ends the stage."""
+    header = [[(name, tuple(full.shape), full.dtype) for name, full in chunk]]
+    flat = _flatten([full for _, full in chunk])
+    if everywhere:
+        dist.broadcast_object_list(header, src=stages[stage], group=group)
+        if chunk:
+            dist.broadcast(flat, src=stages[stage], group=group)
+        return
+    dist.send_object_list(header, dst=stages[0], group=group)
+    if chunk:
+        dist.send(flat, dst=stages[0], group=group)
+
+
+def _received(group: dist.ProcessGroup, stages: list[int], stage: int, everywhere: bool) -> Iterator[Named]:
+    source = stages[stage]
     while True:
         header: list[Any] = [None]
-        dist.recv_object_list(header, src=source, group=group)
-        if header[0] is None:
+        if everywhere:
+            dist.broadcast_object_list(header, src=source, group=group)
+        else:
+            dist.recv_object_list(header, src=source, group=group)
+        if not header[0]:
             return
-        name, shape, dtype = header[0]
-        full = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
-        dist.recv(full, src=source, group=group)
-        yield from to_hf(name, full, model)
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in header[0]]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=torch.cuda.current_device())
+        if everywhere:
+            dist.broadcast(flat, src=source, group=group)
+        else:
+            dist.recv(flat, src=source, group=group)
+        for (name, shape, dtype), part in zip(header[0], flat.split(sizes), strict=True):
+            yield name, part.view(dtype).view(shape)
 
 
-def _stage_tensors(module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(global Megatron name, tensor merged over all ranks of this pipeline stage)."""
+def _holds_first(*, dense: bool) -> bool:
+    """Whether this rank is in the first replica of the experts, or (`dense`) of everything else."""
     from megatron.core import parallel_state as mpu
 
-    takes_part = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-    expert_takes_part = mpu.get_expert_data_parallel_rank() == 0
+    if dense:
+        return mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    return mpu.get_expert_data_parallel_rank() == 0
+
+
+def _stage_chunks(
+    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor], everywhere: bool
+) -> Iterator[list[Named]]:
+    """[(global Megatron name, tensor merged over all ranks)] of this pipeline stage, chunk by chunk.
+
+    Every rank has the same chunks; what belongs to groups that it has no part in is left out.
+    """
+    from megatron.core import parallel_state as mpu
+
     layers = module.decoder.layers
     offset = layers[0].layer_number - 1 if len(layers) else 0  # Megatron numbers layers from 1
-    local_experts = (model.num_experts or 0) // mpu.get_expert_model_parallel_world_size()
+    ep = mpu.get_expert_model_parallel_world_size()
+    dense, experts = everywhere or _holds_first(dense=True), everywhere or _holds_first(dense=False)
+    chunk: list[Named] = []
+    size = 0
+
+    def merged() -> list[Named]:
+        out = _merged_dense([(n, v) for n, v in chunk if _expert_of(n, model) is None], model) if dense else []
+        if experts:
+            out += _merged_experts([(n, v) for n, v in chunk if _expert_of(n, model) is not None], model, ep)
+        return out
+
     for local_name, parameter in module.named_parameters():
-        name = global_name(local_name, model, offset)
-        split = tp_axis(name, model) is not None
-        if find_parameter(name, model)[1].expert is None:
-            if takes_part:
-                shards = _all_gather(value_of(parameter), mpu.get_tensor_model_parallel_group() if split else None)
-                yield name, merge_tp(name, shards, model)
-        elif expert_takes_part:
-            # The group's ranks hold expert-parallel rank 0's expert in all its shards, then rank 1's, ...
-            shards = _all_gather(value_of(parameter), mpu.get_expert_tensor_and_model_parallel_group())
-            etp = mpu.get_expert_tensor_parallel_world_size()
-            for rank, begin in enumerate(range(0, len(shards), etp)):
-                expert = global_name(local_name, model, offset, expert_offset=rank * local_experts)
-                yield expert, merge_tp(expert, shards[begin : begin + etp], model)
+        name, value = global_name(local_name, model, offset), value_of(parameter)
+        wanted = value.nbytes * (1 if _expert_of(name, model) is None else ep)
+        # One dtype per chunk, so that every part of the flat buffer is aligned for its dtype.
+        if chunk and (size + wanted > CHUNK_BYTES or value.dtype != chunk[0][1].dtype):
+            yield merged()
+            chunk, size = [], 0
+        chunk.append((name, value))
+        size += wanted
+    if chunk:
+        yield merged()
 
 
-def _all_gather(value: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Every rank's tensor, in rank order; only this rank's for None and for a group of one."""
-    if group is None or group.size() == 1:
-        return [value]
-    shards = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(shards, value.contiguous(), group=group)
-    return shards
+def _expert_of(name: str, model: ModelArgs) -> int | None:
+    return find_parameter(name, model)[1].expert
+
+
+def _merged_dense(chunk: list[Named], model: ModelArgs) -> list[Named]:
+    """Every sharded parameter whole: one all-gather of all shards."""
+    from megatron.core import parallel_state as mpu
+
+    sharded = [(name, value) for name, value in chunk if tp_axis(name, model) is not None]
+    gathered = _all_gather([value for _, value in sharded], mpu.get_tensor_model_parallel_group())
+    whole = {name: merge_tp(name, shards, model) for (name, _), shards in zip(sharded, gathered, strict=True)}
+    return [(name, whole.get(name, value)) for name, value in chunk]
+
+
+def _merged_experts(chunk: list[Named], model: ModelArgs, ep: int) -> list[Named]:
+    """The experts of all ranks. Those of `chunk` bear the numbers that expert-parallel rank 0 would give them."""
+    from megatron.core import parallel_state as mpu
+
+    # The group's ranks hold expert-parallel rank 0's experts in all their shards, then rank 1's, ...
+    gathered = _all_gather([value for _, value in chunk], mpu.get_expert_tensor_and_model_parallel_group())
+    etp, local_experts = mpu.get_expert_tensor_parallel_world_size(), (model.num_experts or 0) // ep
+    out = []
+    for (name, _), shards in zip(chunk, gathered, strict=True):
+        for rank in range(ep):
+            full_name = global_name(name, model, expert_offset=rank * local_experts)
+            out.append((full_name, merge_tp(full_name, shards[rank * etp : (rank + 1) * etp], model)))
+    return out
+
+
+def _all_gather(values: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """For each tensor those of all ranks of the group, in rank order: one collective for all."""
+    if group.size() == 1 or not values:
+        return [[value] for value in values]
+    flat = _flatten(values)
+    gathered = flat.new_empty(group.size() * len(flat))
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    sizes = [value.nbytes for value in values]
+    per_rank = [part.split(sizes) for part in gathered.chunk(group.size())]
+    return [[parts[i].view(value.dtype).view(value.shape) for parts in per_rank] for i, value in enumerate(values)]
+
+
+def _flatten(tensors: list[Tensor]) -> Tensor:
+    """All tensors' bytes, one after the other [sum of nbytes]."""
+    if not tensors:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])

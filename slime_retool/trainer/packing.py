@@ -1,7 +1,10 @@
-"""Samples -> one packed micro-batch. T = tokens of the micro-batch, padding included.
+"""Samples -> one packed micro-batch, by gathering from flat tensors; and back. T = its tokens, padding included.
+
+Under context parallelism T counts this rank's tokens: every sequence is padded to a multiple of 2 * cp and split as
+`megatron_bridge.zigzag` says, after targets were taken from the whole.
 
 Everything in a `PackedBatch` is aligned with the logits: position t of a sequence predicts its token t + 1, so
-targets, weights and log-probs are shifted by one to the left within each sequence, and each sequence's last
+targets and per-token values are shifted by one to the left within each sequence, and each sequence's last
 position has weight 0. A sequence of tokens a b c beside one of d e, padded to 6:
 
     tokens     a b c | d e | 0        targets   b c 0 | e 0 | 0
@@ -9,96 +12,118 @@ position has weight 0. A sequence of tokens a b c beside one of d e, padded to 6
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from slime_retool.types import TrainSample
+from megatron_bridge.zigzag import padded_length, zigzag_rows
+from slime_retool.trainer.batch import TrainBatch
+
+
+@dataclass(slots=True)
+class TokenData:
+    """Per-token values (fp32) that a loss reads: [N] over a whole rollout, or [T] aligned with the logits."""
+
+    weights: Tensor
+    """The loss's whole denominator; 0 = not learned."""
+    advantages: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    """The policy's before this rollout's first optimizer step."""
+    ref_log_probs: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
+    old_values: Tensor | None = None
+    """The critic's before this rollout's first optimizer step."""
+    returns: Tensor | None = None
+
+    def gather(self, index: Tensor, device: torch.device | str) -> TokenData:
+        """Entries at `index`, 0 where it is negative, on `device`."""
+        present = {field.name: values for field in fields(self) if (values := getattr(self, field.name)) is not None}
+        rows = torch.stack(list(present.values()))[:, index.clamp(min=0)].masked_fill_(index < 0, 0.0).to(device)
+        return TokenData(**dict(zip(present, rows, strict=True)))
 
 
 @dataclass(slots=True)
 class PackedBatch:
     """One micro-batch on the trainer's device."""
 
-    indices: list[int]
-    """Which samples, in the order of their sequences."""
     lengths: list[int]
-    """Tokens of each sequence; a last one beyond `indices` is padding. Their sum is T."""
+    """Tokens of each whole sequence, its padding included; a last one may be padding. Their sum is T * cp."""
     tokens: Tensor  # [1, T] int64
-    position_ids: Tensor  # [1, T] int64, from 0 in each sequence
+    position_ids: Tensor  # [1, T] int64, from 0 in each whole sequence
     targets: Tensor  # [T] int64
-    weights: Tensor  # [T] fp32: the loss's whole denominator; 0 = not learned
-    token_mean: Tensor  # [T] fp32: mask / loss tokens of the global batch, for means over tokens
-    advantages: Tensor  # [T] fp32
-    rollout_log_probs: Tensor | None  # [T] fp32
-    old_log_probs: Tensor | None  # [T] fp32
-    ref_log_probs: Tensor | None  # [T] fp32
-
-    def split(self, per_position: Sequence[float]) -> list[list[float]]:
-        """Values aligned with the logits [T] -> one list per sample, entry t belonging to token t (entry 0 is 0.0)."""
-        out, begin = [], 0
-        for length in self.lengths[: len(self.indices)]:
-            out.append([0.0, *per_position[begin : begin + length - 1]])
-            begin += length
-        return out
+    target_index: Tensor  # [T] int64, on the CPU: where the target lies among all tokens of the batch; -1 = none
+    learned: Tensor  # [M] int64: positions whose target is learned, ascending; nothing else is read from the model
+    sample_of: Tensor  # [T] int64: the sequence, from 0, that a position belongs to
+    token_counts: Tensor  # [sequences] int64: learned tokens of each, on all ranks
+    data: TokenData | None
+    """None in a forward-only pass."""
 
 
 def pack(
-    samples: Sequence[TrainSample],
-    indices: Sequence[int],
+    batch: TrainBatch,
+    samples: Sequence[int],
     *,
-    weights: Sequence[Sequence[float]] | None = None,
-    total_tokens: int = 0,
-    old_log_probs: Sequence[Sequence[float]] | None = None,
-    ref_log_probs: Sequence[Sequence[float]] | None = None,
+    data: TokenData | None = None,
     multiple: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
-    """Lay the samples `indices` one after the other, and pad T to a `multiple` with a sequence of its own.
+    """Lay some samples of the batch one after the other, and pad their sum to a `multiple` with a sequence of its own.
 
     Args:
-        samples: the whole global batch; all sequences of lists below are indexed like it, with one value per token.
-        indices: the samples of this micro-batch; none gives `multiple` tokens of padding alone.
-        weights: loss weights (`algo.losses.token_weights`); None for a forward-only pass.
-        total_tokens: loss tokens of the global batch.
-        multiple: the tensor-parallel size, with sequence parallelism.
+        samples: which samples; none gives `multiple` tokens of padding alone.
+        data: per-token values of the whole batch, for a loss.
+        multiple: of all ranks' tokens together; a multiple of 2 * cp when cp > 1 (see `packing_multiple`).
+        cp, cp_rank: context-parallel size, and which part to return.
     """
-    chosen = [samples[i] for i in indices]
-    lengths = [sample.length for sample in chosen]
-    padding = -sum(lengths) % multiple if chosen else multiple
-    if padding:
-        lengths.append(padding)
-    pad_float = [0.0] * padding
+    chosen = torch.tensor(samples, dtype=torch.int64)
+    real = batch.lengths[chosen]
+    padded = torch.tensor([padded_length(length, cp) for length in real.tolist()], dtype=torch.int64)
+    total = int(padded.sum())
+    padding = -total % multiple if total else multiple
+    lengths = torch.cat([padded, torch.tensor([padding])]) if padding else padded
+    none = torch.zeros(1 if padding else 0, dtype=torch.int64)
 
-    def shifted(rows: Sequence[Sequence[float]]) -> Tensor:
-        flat: list[float] = []
-        for row in rows:
-            flat += row[1:]
-            flat.append(0.0)
-        return torch.tensor(flat + pad_float, dtype=torch.float32, device=device)
+    def per_token(of_samples: Tensor) -> Tensor:
+        return torch.cat([of_samples, none]).repeat_interleave(lengths)
 
-    def of(values: Sequence[Sequence[float]] | None) -> Tensor | None:
-        return None if values is None else shifted([values[i] for i in indices])
-
-    with_rollout = bool(samples) and all(sample.rollout_log_probs is not None for sample in samples)
-    scale = 1.0 / total_tokens if total_tokens else 0.0
-    token_weights = of(weights) if weights is not None else shifted([[0.0] * s.length for s in chosen])
-    assert token_weights is not None
-    tokens = [token for sample in chosen for token in sample.tokens] + [0] * padding
-    targets = [token for sample in chosen for token in (*sample.tokens[1:], 0)] + [0] * padding
-    positions = [position for length in lengths for position in range(length)]
+    position = torch.arange(len(per_token(real))) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    left = per_token(real) - position  # tokens of the sequence from here on, this one included
+    source = per_token(batch.starts[chosen]) + position
+    rows = zigzag_rows(lengths.tolist(), cp, cp_rank) if cp > 1 else slice(None)
+    position, left, source = position[rows], left[rows], source[rows]
+    target_index = (source + 1).masked_fill(left <= 1, -1)
+    tokens = batch.tokens[source.masked_fill(left <= 0, 0)].long().masked_fill_(left <= 0, 0)
+    targets = batch.tokens[target_index.clamp(min=0)].long().masked_fill_(target_index < 0, 0)
+    learned = (batch.mask[target_index.clamp(min=0)] & (target_index >= 0)).nonzero()[:, 0]
     return PackedBatch(
-        indices=list(indices),
-        lengths=lengths,
-        tokens=torch.tensor([tokens], dtype=torch.int64, device=device),
-        position_ids=torch.tensor([positions], dtype=torch.int64, device=device),
-        targets=torch.tensor(targets, dtype=torch.int64, device=device),
-        weights=token_weights,
-        token_mean=shifted([[m * scale for m in sample.loss_mask] for sample in chosen]),
-        advantages=shifted([[sample.advantage] * sample.length for sample in chosen]),
-        rollout_log_probs=shifted([s.rollout_log_probs or [] for s in chosen]) if with_rollout else None,
-        old_log_probs=of(old_log_probs),
-        ref_log_probs=of(ref_log_probs),
+        lengths=lengths.tolist(),
+        tokens=tokens[None].to(device),
+        position_ids=position[None].to(device),
+        targets=targets.to(device),
+        target_index=target_index,
+        learned=learned.to(device),
+        sample_of=torch.arange(len(lengths)).repeat_interleave(lengths)[rows].to(device),
+        token_counts=torch.cat([batch.segments.counts[chosen], none]).to(device),
+        data=None if data is None else data.gather(target_index, device),
     )
+
+
+def packing_multiple(*, tp: int, cp: int, sequence_parallel: bool) -> int:
+    """What the tokens of all context-parallel ranks together must be a multiple of."""
+    return (tp if sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
+
+
+def unpack(parts: Iterable[tuple[Tensor, Tensor]], num_tokens: int) -> Tensor:
+    """Values aligned with logits -> one per token [num_tokens] fp32 on the CPU, 0 where no part has the token.
+
+    `parts` are pairs (`target_index` [T] of a packed batch, values [T]).
+    """
+    flat = torch.zeros(num_tokens, dtype=torch.float32)
+    for index, values in parts:
+        real = index >= 0
+        flat[index[real]] = values.detach().float().cpu()[real]
+    return flat

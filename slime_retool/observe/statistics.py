@@ -1,0 +1,125 @@
+"""Figures of repeated samples: n answers to each of P problems, each answer right (1) or wrong (0). Pure Python.
+
+Intervals are for the question "what would new problems like these give": answers to one problem are not
+independent, so the problems, not the answers, are counted as observations (https://arxiv.org/abs/2411.00640).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems, with its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def estimate(per_problem: Sequence[float], confidence: float = 0.95) -> Estimate:
+    """Mean of one value per problem, each in [0, 1], with an interval of that confidence.
+
+    The normal interval mean +- z s / sqrt(P), s the deviation (divisor P - 1) of the problems' values, cut to [0, 1].
+    Where that has no width (one problem, or all alike) the Wilson interval of P observations takes its place,
+    since "all right" in a few problems does not prove that the next one is. Raises ValueError for no problems.
+    """
+    if not per_problem:
+        raise ValueError("an estimate needs at least one problem, got none")
+    count, mean = len(per_problem), fmean(per_problem)
+    if count == 1 or min(per_problem) == max(per_problem):
+        low, high = wilson_interval(mean, count, confidence)
+        return Estimate(mean, low, high)
+    half = _z(confidence) * stdev(per_problem) / math.sqrt(count)
+    return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half))
+
+
+def wilson_interval(share: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share in `count` observations (https://doi.org/10.1080/01621459.1927.10502953).
+
+    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+    """
+    if count < 1 or not 0 <= share <= 1:
+        raise ValueError(f"a share in [0, 1] of at least 1 observation is needed, got {share} of {count}")
+    z = _z(confidence)
+    centre = share + z * z / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def _z(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"the confidence must be between 0 and 1, got {confidence}")
+    return NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Chance that k answers drawn without replacement from n, of which `right` are right, hold a right one.
+
+    1 - C(n - right, k) / C(n, k), https://arxiv.org/abs/2107.03374 eq. 1.
+    """
+    _check_draw(n, k)
+    if not 0 <= right <= n:
+        raise ValueError(f"{right} right answers of {n} are not possible")
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
+    """Chance that the most frequent answer among k of these n is right, exactly (no resampling).
+
+    Every subset of k counts alike. Ties are broken by lot. None is no answer and takes no part in the vote; a subset
+    without any answer is wrong. Answers that are equal should be equally right; where a scorer disagrees with
+    itself, the answer counts by the share of its right ones.
+    """
+    n = len(answers)
+    _check_draw(n, k)
+    if len(right) != n:
+        raise ValueError(f"{n} answers came with {len(right)} verdicts; they must be as many")
+    votes = Counter(answer for answer in answers if answer is not None)
+    silent = n - votes.total()
+    total = math.comb(n, k)
+    chance = 0.0
+    for answer, count in votes.items():
+        share = fmean(float(r) for a, r in zip(answers, right, strict=True) if a == answer)
+        if share == 0:
+            continue
+        others = [other for name, other in votes.items() if name != answer]
+        for most in range(1, min(count, k) + 1):
+            ways = _ways(others, silent, k - most, most)
+            won = sum(number / (ties + 1) for ties, number in enumerate(ways))
+            chance += share * math.comb(count, most) * won / total
+    return chance
+
+
+def _ways(others: Sequence[int], silent: int, left: int, most: int) -> list[int]:
+    """Ways to draw `left` more answers with at most `most` of each other kind, by the number of kinds that reach it."""
+    # ways[drawn][ties]
+    ways = [[0] * (len(others) + 1) for _ in range(left + 1)]
+    for drawn in range(min(silent, left) + 1):
+        ways[drawn][0] = math.comb(silent, drawn)
+    for count in others:
+        after = [[0] * (len(others) + 1) for _ in range(left + 1)]
+        for drawn, row in enumerate(ways):
+            for ties, number in enumerate(row):
+                if not number:
+                    continue
+                for more in range(min(count, most, left - drawn) + 1):
+                    after[drawn + more][ties + (more == most)] += number * math.comb(count, more)
+        ways = after
+    return ways[left]
+
+
+def _check_draw(n: int, k: int) -> None:
+    if not 1 <= k <= n:
+        raise ValueError(f"k must be between 1 and the {n} answers of a problem, got {k}")
+
+
+def powers_up_to(n: int) -> list[int]:
+    """The k that are reported for n answers: 1, 2, 4, ... and n itself."""
+    return [*(1 << i for i in range(n.bit_length()) if 1 << i < n), n]

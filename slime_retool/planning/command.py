@@ -1,0 +1,56 @@
+"""`slime-retool plan [--card NAME] [--mean-prompt N] [--mean-response N] [--json] FLAGS of slime_retool.train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
+from megatron_bridge.model_config import ModelArgs, check_model
+from slime_retool.config.config import Config, build_parser, config_from_namespace
+from slime_retool.planning.cards import CARDS
+from slime_retool.planning.report import as_dict, as_text, changes_that_fit, make_plan
+
+PROG = "slime-retool plan"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan. Returns 0 when the run fits, 1 when it does not, 2 for flags that cannot be planned."""
+    parser = build_parser(PROG)
+    parser.usage = f"{PROG} [--card NAME] [--mean-prompt N] [--mean-response N] [--json] FLAGS of slime_retool.train"
+    parser.description = "Memory and time of a run from its flags alone: no GPU, no checkpoint, no data is touched."
+    group = parser.add_argument_group("Plan")
+    group.add_argument("--card", choices=sorted(CARDS), default="h100", help="kind of GPU (default: %(default)s)")
+    group.add_argument("--mean-prompt", type=int, default=256, help="mean tokens of a prompt (default: %(default)s)")
+    group.add_argument(
+        "--mean-response", type=int, help="mean tokens of a response (default: half of --rollout-max-response-len)"
+    )
+    group.add_argument("--json", action="store_true", help="print JSON instead of a page")
+    parsed = parser.parse_args(argv)
+    config = config_from_namespace(parsed)
+    card = CARDS[parsed.card]
+    mean_response = parsed.mean_response or max(1, config.rollout_max_response_len // 2)
+    try:
+        _complete(config)
+        lengths = {"mean_prompt": parsed.mean_prompt, "mean_response": mean_response}
+        plan = make_plan(config, card, **lengths)
+        changes = [] if plan.fits else changes_that_fit(config, card, **lengths)
+    except ValueError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(as_dict(plan, changes), indent=2) if parsed.json else as_text(plan, changes))
+    return 0 if plan.fits else 1
+
+
+def _complete(config: Config) -> None:
+    """Fill in the model from --hf-checkpoint where no model flags were given. ValueError for what is missing."""
+    config.device = "cuda"
+    given = ModelArgs(**{f.name: config.__dict__[f.name] for f in dataclasses.fields(ModelArgs)})
+    if given == ModelArgs() and config.hf_checkpoint is not None:
+        for name, value in dataclasses.asdict(model_args_from_hf(read_hf_config(config.hf_checkpoint))).items():
+            setattr(config, name, value)
+    check_model(config)
+    if config.rollout_batch_size is None:
+        raise ValueError("--rollout-batch-size is missing: the plan counts the tokens of one rollout")

@@ -1,0 +1,73 @@
+"""Parameter counts, of the whole model and of one rank's part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_bridge.model_config import ModelArgs, head_dim, padded_vocab_size, query_groups, required
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Widths of one layer's tensors, in elements of one token."""
+
+    hidden: int
+    queries: int
+    keys: int
+    """Of keys; values are as wide."""
+    ffn: int
+    heads: int
+
+
+def widths(model: ModelArgs) -> Widths:
+    return Widths(
+        hidden=required(model, "hidden_size"),
+        queries=required(model, "num_attention_heads") * head_dim(model),
+        keys=query_groups(model) * head_dim(model),
+        ffn=required(model, "ffn_hidden_size"),
+        heads=required(model, "num_attention_heads"),
+    )
+
+
+def layer_parameters(model: ModelArgs, tp: int = 1) -> int:
+    """Of one layer, on one of `tp` tensor-parallel ranks."""
+    w = widths(model)
+    attention = w.hidden * (2 * w.queries + 2 * w.keys)
+    if model.add_qkv_bias:
+        attention += w.queries + 2 * w.keys
+    norms = 2 * w.hidden + (2 * head_dim(model) if model.qk_layernorm else 0)
+    return (attention + 3 * w.hidden * w.ffn) // tp + norms
+
+
+def total_parameters(model: ModelArgs) -> int:
+    """Of the checkpoint: without vocabulary padding, a tied output layer counted once."""
+    matrices = 2 if model.untie_embeddings_and_output_weights else 1
+    vocabulary = matrices * required(model, "vocab_size") * required(model, "hidden_size")
+    return required(model, "num_layers") * layer_parameters(model) + vocabulary + required(model, "hidden_size")
+
+
+def active_matmul_parameters(model: ModelArgs) -> int:
+    """Parameters that a token is multiplied with: all layers and the output layer, not the embedding lookup."""
+    output = required(model, "vocab_size") * required(model, "hidden_size")
+    return required(model, "num_layers") * layer_parameters(model) + output
+
+
+def stage_layers(num_layers: int, pp: int, first: int | None = None, last: int | None = None) -> list[int]:
+    """Layers of each pipeline stage; `model_config.check_pipeline` has said that they fit."""
+    given = {index: count for index, count in ((0, first), (pp - 1, last)) if count is not None}
+    others = [index for index in range(pp) if index not in given]
+    share = (num_layers - sum(given.values())) // max(len(others), 1)
+    return [given.get(index, share) for index in range(pp)]
+
+
+def stage_parameters(model: ModelArgs, *, stage: int, layers: int, tp: int, pp: int) -> int:
+    """On one rank of a pipeline stage."""
+    matrix = padded_vocab_size(model, tp) // tp * required(model, "hidden_size")
+    count = layers * layer_parameters(model, tp)
+    if stage == 0:
+        count += matrix
+    if stage == pp - 1:
+        count += required(model, "hidden_size")  # the last norm
+        # A tied output layer is the embedding itself, or a copy of it on another stage.
+        count += matrix if model.untie_embeddings_and_output_weights or pp > 1 else 0
+    return count

@@ -1,0 +1,115 @@
+"""The figures of one evaluation set.
+
+With n samples per problem and k = 1, 2, 4, ... n (see `observe.statistics` for the formulas):
+
+    eval/<set>/accuracy                     mean over problems of the share of right answers
+    eval/<set>/...                          what the samples are described by (`rollout.figures`)
+    val-core/<set>/acc/mean@n               the same accuracy, under the name that verl's users look for
+    val-aux/<set>/acc/mean@n/low, /high     its 95 % confidence interval
+    val-aux/<set>/acc/pass@k, maj@k         maj@k where the reward names the answer it found ("pred")
+    val-aux/<set>/num_turns/mean, min, max  messages of the conversation, the prompt counted as one
+    val-aux/<set>/code/pass_rate            executed calls that ended without an error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from slime_retool.observe.statistics import estimate, majority_at_k, pass_at_k, powers_up_to
+from slime_retool.reward.shaping import conversation_messages
+from slime_retool.rollout.figures import sample_figures
+from slime_retool.rollout.hooks import USABLE
+from slime_retool.types import Sample
+
+# Name of a figure of `sample_figures` -> its name in `eval/<set>/<name>`.
+REPORTED = {
+    "reward_mean": "reward",
+    "tool_call_rate": "tool_call_rate",
+    "tool_error_rate": "tool_error_rate",
+    "malformed_call_rate": "malformed_call_rate",
+    "mean_turns": "mean_turns",
+    "truncated_ratio": "truncated",
+    "failed_ratio": "failed",
+    "samples": "samples",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """The scored answers to one problem."""
+
+    right: list[bool]
+    answers: list[str | None]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], reward_key: str | None) -> Verdicts:
+        return cls([is_right(s, reward_key) for s in samples], [answer_of(s) for s in samples])
+
+    @property
+    def accuracy(self) -> float:
+        return fmean(map(float, self.right))
+
+
+def is_right(sample: Sample, reward_key: str | None) -> bool:
+    """The reward's "acc" where it has one, else whether the reward is above 0."""
+    if isinstance(sample.reward, dict) and "acc" in sample.reward:
+        return bool(sample.reward["acc"])
+    return sample.reward_value(reward_key) > 0
+
+
+def answer_of(sample: Sample) -> str | None:
+    """The answer that the reward function found ("pred"); None when it found none, or does not tell."""
+    found = sample.reward.get("pred") if isinstance(sample.reward, dict) else None
+    return None if found is None or str(found) == "" else str(found)
+
+
+def set_figures(name: str, samples: Sequence[Sample], per_problem: int, reward_key: str | None) -> dict[str, float]:
+    """All figures of the set `name`; `samples` hold at least one usable one.
+
+    Problems count by their usable samples; one that lost all of them to outages is left out (see `failed`).
+    """
+    problems: dict[int, list[Sample]] = {}
+    for sample in samples:
+        if sample.status in USABLE:
+            problems.setdefault(sample.group_index, []).append(sample)
+    verdicts = [Verdicts.of(group, reward_key) for group in problems.values()]
+    described = sample_figures(samples, reward_key)
+    mean = estimate([verdict.accuracy for verdict in verdicts])
+    usable = [sample for group in problems.values() for sample in group]
+    core, aux = f"val-core/{name}", f"val-aux/{name}"
+    figures = {f"eval/{name}/accuracy": mean.mean}
+    figures |= {f"eval/{name}/{reported}": described[figure] for figure, reported in REPORTED.items()}
+    # A chat API returns no ids, only their number.
+    lengths = [sample.metadata.get("completion_tokens", sample.response_length) for sample in usable]
+    figures[f"eval/{name}/response_length"] = fmean(lengths)
+    figures[f"{core}/acc/mean@{per_problem}"] = mean.mean
+    figures[f"{aux}/acc/mean@{per_problem}/low"] = mean.low
+    figures[f"{aux}/acc/mean@{per_problem}/high"] = mean.high
+    complete = min(len(verdict.right) for verdict in verdicts)
+    if complete > 1:
+        voted = any(answer is not None for verdict in verdicts for answer in verdict.answers)
+        for k in powers_up_to(complete):
+            figures[f"{aux}/acc/pass@{k}"] = fmean(pass_at_k(len(v.right), sum(v.right), k) for v in verdicts)
+            if voted:
+                figures[f"{aux}/acc/maj@{k}"] = fmean(majority_at_k(v.answers, v.right, k) for v in verdicts)
+    figures |= _turns(aux, usable)
+    calls = sum(sample.num_tool_calls for sample in usable)
+    if calls:
+        figures[f"{aux}/code/pass_rate"] = 1 - sum(sample.num_tool_errors for sample in usable) / calls
+    return figures
+
+
+def all_sets_figures(samples: Sequence[Sample]) -> dict[str, float]:
+    """`val-aux/num_turns/mean` (min, max) over all sets together."""
+    return _turns("val-aux", [sample for sample in samples if sample.status in USABLE])
+
+
+def _turns(prefix: str, usable: Sequence[Sample]) -> dict[str, float]:
+    turns = [conversation_messages(sample) for sample in usable]
+    return {
+        f"{prefix}/num_turns/mean": fmean(turns),
+        f"{prefix}/num_turns/min": float(min(turns)),
+        f"{prefix}/num_turns/max": float(max(turns)),
+    }

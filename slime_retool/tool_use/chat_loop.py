@@ -1,0 +1,156 @@
+"""The tool loop against a chat endpoint (OpenAI's API): messages instead of ids, the same tools and budgets.
+
+For measuring other models. Nothing here can be trained on: such an endpoint returns no ids and no log-probs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult
+from slime_retool.tool_use.loop import LoopBudgets
+from slime_retool.tool_use.registry import ToolRegistry
+from slime_retool.tool_use.schema import check_arguments
+from slime_retool.types import Message, Sample, SampleStatus, ToolSchema
+
+CHARACTERS_PER_TOKEN = 4
+"""How observations are measured, since the endpoint's tokenizer is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """One assistant message."""
+
+    content: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """In OpenAI's form: {"id", "type": "function", "function": {"name", "arguments" (JSON text)}}."""
+    finish_reason: str = "stop"
+    completion_tokens: int = 0
+
+
+class ChatEngine(Protocol):
+    """Messages in, one message out. Implemented by `rollout.chat_endpoint.ChatEndpoint`."""
+
+    async def chat(
+        self, messages: list[Message], sampling_params: dict[str, Any], tools: list[ToolSchema]
+    ) -> ChatReply:
+        """Raises EngineError after its retries."""
+        ...
+
+
+async def run_chat_loop(
+    engine: ChatEngine,
+    registry: ToolRegistry,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    budgets: LoopBudgets,
+    tools: list[ToolSchema],
+) -> Sample:
+    """Let the endpoint answer `sample`, running the calls it makes.
+
+    Fills in `response` (assistant texts, calls and observations in order), the counters, `status`, and
+    `metadata["completion_tokens"]`; `metadata["messages"]` holds the whole conversation. `tokens` stay empty. Raises
+    EngineError or ToolUnavailable on an outage.
+    """
+    sample.reset()
+    messages = _messages(sample)
+    start, used = len(messages), 0
+    while sample.status is SampleStatus.PENDING:
+        reply = await engine.chat(
+            messages, {**sampling_params, "max_new_tokens": budgets.max_response_tokens - used}, tools
+        )
+        used += reply.completion_tokens
+        sample.num_turns += 1
+        messages.append(_assistant(reply))
+        if reply.finish_reason == "length":
+            sample.status = SampleStatus.TRUNCATED
+        elif not reply.tool_calls:
+            sample.status = SampleStatus.COMPLETED
+        else:
+            calls_left = budgets.max_tool_calls - sample.num_tool_calls
+            out = sample.num_turns >= budgets.max_turns or calls_left <= 0 or used >= budgets.max_response_tokens
+            if out:
+                sample.status = SampleStatus.TRUNCATED
+            else:
+                messages += await _answer(sample, reply, registry, budgets, calls_left, tools)
+    sample.response = "\n".join(_text(message) for message in messages[start:])
+    sample.metadata = {**sample.metadata, "completion_tokens": used, "messages": messages}
+    return sample
+
+
+def _messages(sample: Sample) -> list[Message]:
+    if isinstance(sample.prompt, str):
+        return [{"role": "user", "content": sample.prompt}]
+    return [dict(message) for message in sample.prompt]
+
+
+def _assistant(reply: ChatReply) -> Message:
+    message: Message = {"role": "assistant", "content": reply.content}
+    if reply.tool_calls:
+        message["tool_calls"] = reply.tool_calls
+    return message
+
+
+def _text(message: Message) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
+    parts = [message.get("content") or "", *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+    text = "\n".join(part for part in parts if part)
+    return f"<tool_response>\n{text}\n</tool_response>" if message["role"] == "tool" else text
+
+
+async def _answer(
+    sample: Sample,
+    reply: ChatReply,
+    registry: ToolRegistry,
+    budgets: LoopBudgets,
+    calls_left: int,
+    tools: list[ToolSchema],
+) -> list[Message]:
+    """One tool message for each call, in order."""
+    calls = [_read_call(call, tools) for call in reply.tool_calls]
+    sample.num_malformed_calls += sum(isinstance(call, ToolCallError) for call in calls)
+    executed = [call for call in calls if isinstance(call, ToolCall)][:calls_left]
+    results = iter(await asyncio.gather(*(registry.execute(call) for call in executed)))
+    sample.num_tool_calls += len(executed)
+    messages = []
+    for raw, call in zip(reply.tool_calls, calls, strict=True):
+        if isinstance(call, ToolCallError):
+            text = call.message
+        else:
+            result = next(results, None) or ToolResult(
+                f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools."
+            )
+            sample.num_tool_errors += result.is_error
+            text = result.text
+        content = _shorten(text, budgets.max_observation_tokens * CHARACTERS_PER_TOKEN)
+        messages.append({"role": "tool", "tool_call_id": raw.get("id") or "", "content": content})
+    return messages
+
+
+def _read_call(raw: dict[str, Any], tools: list[ToolSchema]) -> ToolCall | ToolCallError:
+    function = raw.get("function") or {}
+    name, text = function.get("name"), function.get("arguments") or "{}"
+    schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if name not in schemas:
+        return ToolCallError(f"Error: there is no tool {name!r}. Known tools: {', '.join(schemas) or 'none'}.")
+    try:
+        arguments = json.loads(text, strict=False) if isinstance(text, str) else text
+    except ValueError as error:
+        return ToolCallError(f"Error: the arguments are not valid JSON ({error}).")
+    if not isinstance(arguments, dict):
+        return ToolCallError("Error: the arguments must be a JSON object.")
+    problem = check_arguments(arguments, schemas[name].get("parameters") or {})
+    return ToolCallError(f"Error: {problem}.") if problem else ToolCall(name, arguments)
+
+
+def _shorten(text: str, limit: int) -> str:
+    """Head and tail in at most `limit` characters and a note."""
+    text = text.rstrip()
+    if len(text) <= limit:
+        return text
+    tail = limit // 3
+    omitted = len(text) - limit
+    return f"{text[: limit - tail]}\n... [{omitted} characters omitted] ...\n{text[len(text) - tail :]}"

@@ -1,0 +1,74 @@
+"""One rollout as flat CPU tensors: S samples end to end, N tokens in all. Every trainer rank holds all of it.
+
+Token t's log-prob, value or advantage sits at index t of its own sample; entry 0 of each sample is never learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_retool.algo.segments import Segments
+from slime_retool.types import TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The samples of a rollout, or some of them."""
+
+    segments: Segments
+    tokens: Tensor  # [N] int32
+    rewards: Tensor  # [S] fp64
+    groups: Tensor  # [S] int64
+    rollout_log_probs: Tensor | None  # [N] fp32
+    teacher_log_probs: Tensor | None  # [N] fp32
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[TrainSample]) -> TrainBatch:
+        """Lay samples end to end. Log-probs are kept when every sample has them."""
+        return cls(
+            segments=Segments(
+                lengths=torch.tensor([s.length for s in samples], dtype=torch.int64),
+                mask=_flat([s.loss_mask for s in samples], torch.int8).bool(),
+            ),
+            tokens=_flat([s.tokens for s in samples], torch.int32),
+            rewards=torch.tensor([s.reward for s in samples], dtype=torch.float64),
+            groups=torch.tensor([s.group_index for s in samples], dtype=torch.int64),
+            rollout_log_probs=_flat_or_none([s.rollout_log_probs for s in samples]),
+            teacher_log_probs=_flat_or_none([s.teacher_log_probs for s in samples]),
+        )
+
+    @property
+    def lengths(self) -> Tensor:  # [S] int64
+        return self.segments.lengths
+
+    @property
+    def mask(self) -> Tensor:  # [N] bool, True = learned
+        return self.segments.mask
+
+    @property
+    def starts(self) -> Tensor:  # [S] int64
+        """Where each sample begins."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @property
+    def num_samples(self) -> int:
+        return self.segments.num_samples
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments.num_tokens
+
+
+def _flat(arrays: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Arrays of `dtype`'s width, one after the other, as one tensor."""
+    joined = bytearray().join(arrays)  # type: ignore[arg-type]  # TrainSample stores array.array
+    return torch.frombuffer(joined, dtype=dtype) if joined else torch.empty(0, dtype=dtype)
+
+
+def _flat_or_none(arrays: Sequence[Sequence[float] | None]) -> Tensor | None:
+    present = [values for values in arrays if values is not None]
+    return _flat(present, torch.float32) if present and len(present) == len(arrays) else None

@@ -1,0 +1,129 @@
+"""PPO's critic: the actor's kind of model with a value head in place of its output layer.
+
+The value of token t is the expected return of the state in which it is chosen: it comes from the hidden state at
+t - 1, as the token's log-prob does, and is laid out in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_retool.algo import losses
+from slime_retool.config import Config
+from slime_retool.errors import CheckpointError
+from slime_retool.trainer import checkpoint
+from slime_retool.trainer.batch import TrainBatch
+from slime_retool.trainer.packing import PackedBatch
+from slime_retool.trainer.role import LossOutput, ModelRole
+
+logger = logging.getLogger(__name__)
+HEAD = "output_layer.weight"
+"""The value head's name in checkpoints: that of the output layer it replaces, with one row."""
+
+
+class ValueHead(torch.nn.Module):
+    """One fp32 value per position: hidden states [T, 1, H] ([T / tp, 1, H] with sequence parallelism) -> [T, 1, 1].
+
+    The weight begins at 0, so that a new critic says 0 everywhere, whatever the model. It has no bias: it stands
+    behind a norm, and one direction of the hidden state is as good.
+    """
+
+    def __init__(self, model_config: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, model_config.hidden_size, dtype=model_config.params_dtype))
+        self._sequence_parallel = model_config.sequence_parallel
+        # Each tensor-parallel rank sees its own positions then: Megatron sums such gradients over the group.
+        self.weight.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """As the output layer's: (values, no bias)."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
+        if self._sequence_parallel:
+            # Every rank computes the same loss from the whole, so each takes its own part of the gradient back.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def critic_config(config: Config) -> Config:
+    """The run's options as the critic sees them: its own learning rate and folders, no tied output layer."""
+    lr = config.lr if config.critic_lr is None else config.critic_lr
+    return dataclasses.replace(
+        config,
+        lr=lr,
+        min_lr=min(config.min_lr, lr),
+        lr_warmup_iters=config.critic_lr_warmup_iters,
+        lr_warmup_fraction=None,
+        load=config.critic_load,
+        save=config.critic_save,
+        untie_embeddings_and_output_weights=True,
+    )
+
+
+class Critic(ModelRole):
+    """The value model; outputs are values [1, T, 1] in fp32."""
+
+    metric_names = ("loss", "value_loss", "value_clip_fraction")
+
+    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
+        """`config` is the run's, not `critic_config`'s."""
+        self._run_config = config
+        super().__init__(critic_config(config), device=device, dtype=dtype)
+
+    def _build_module(self) -> Any:
+        module = super()._build_module()
+        if module.post_process:
+            module.output_layer = ValueHead(self.model_config)
+        return module
+
+    def loss(self, batch: PackedBatch, output: Tensor) -> LossOutput:
+        """Clipped regression on the returns."""
+        data = batch.data
+        assert data is not None and data.old_values is not None and data.returns is not None
+        values = output.reshape(-1)
+        loss, metrics = losses.value_loss(
+            values, data.old_values, data.returns, data.weights, value_clip=self.config.value_clip or None
+        )
+        return LossOutput(loss, metrics, values.detach())
+
+    def values(self, batch: TrainBatch) -> Tensor:
+        """The value of every token, [N] fp32 on the CPU of every rank; 0 at each sample's first token."""
+        return self.forward_only(batch, lambda packed, output: output.reshape(-1))
+
+    def load(self) -> checkpoint.TrainerState | None:
+        """Resume beside the actor, else take first weights (None).
+
+        When the actor resumes from rollout k in --load, the critic resumes from its own checkpoint of rollout k in
+        --critic-load. Otherwise its weights come from --critic-load if that holds a checkpoint (a value model's, or a
+        language model's), else they are the actor's first ones; a value head that is not found begins at 0.
+        """
+        run, root = self._run_config, self.config.load
+        actor_at = checkpoint.latest(run.load) if run.load is not None else None
+        if root is not None and checkpoint.exists(root):
+            if actor_at is None:
+                self._start_from(root)
+                return None
+            try:
+                return self.resume(root, actor_at)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"the actor goes on from rollout {actor_at} of --load {run.load}, and the critic cannot: {error}; "
+                    "name another --critic-load, or an empty folder for a new critic"
+                ) from error
+        source = run.ref_load or run.load
+        if actor_at is not None:
+            logger.warning("no checkpoint of the critic in --critic-load %s: a new one starts from %s", root, source)
+        assert source is not None, "the actor has been loaded from one of them"
+        self._start_from(source)
+        return None
+
+    def _start_from(self, root: str) -> None:
+        has_head = checkpoint.rows_of(root, HEAD) == 1
+        checkpoint.load_weights(root, module=self.module, vocab_size=self.vocab_size, skip=() if has_head else (HEAD,))
+        self.optimizer.reload_model_params()

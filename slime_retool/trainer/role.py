@@ -1,0 +1,280 @@
+"""One trainable model of a run: module, data-parallel wrapper, optimizer, schedule; forward and backward over batches.
+
+Actor and critic are such roles. Several live in one process and share Megatron's parallel groups.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_bridge.model import build_gpt_model, packed_seq_params, transformer_config
+from megatron_bridge.zigzag import padded_length
+from slime_retool.config import Config
+from slime_retool.errors import ConfigError
+from slime_retool.trainer import checkpoint
+from slime_retool.trainer.batch import TrainBatch
+from slime_retool.trainer.batching import MicroBatch, schedule
+from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, current_lr, optimizer_step
+from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packing_multiple, unpack
+
+PerToken = Callable[[PackedBatch, Tensor], Tensor]
+"""(micro-batch, the model's output) -> one value per position [T]."""
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """Of one micro-batch."""
+
+    loss: Tensor  # scalar, to be summed over micro-batches, data- and context-parallel ranks
+    metrics: dict[str, Tensor]
+    """Weighted sums, to be summed like the loss; which ones is the same on every rank."""
+    per_token: Tensor  # [T] fp32, detached: what the loss was computed from (log-probs, or values)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """One optimizer step."""
+
+    metrics: dict[str, float]
+    num_micro_batches: int
+    per_token: Tensor | None
+    """[N] fp32 on the CPU, where asked for: log-probs or values under the weights before the step."""
+
+
+class ModelRole(ABC):
+    """Model and optimizer of one process, on its share of the parallel layout; methods are collective.
+
+    Megatron's groups must exist. `config` is the run's as this role sees it (its own learning rate, folders, ...).
+    """
+
+    metric_names: tuple[str, ...]
+    """Of the metrics that `loss` reports, `loss` itself first."""
+
+    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Build everything, with random weights. Raises ConfigError for sizes that cannot be built."""
+        from megatron.core import parallel_state as mpu
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.config, self.device, self.dtype = config, device, dtype
+        self.tp_group = mpu.get_tensor_model_parallel_group()
+        self.tp_rank, self.tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.cp_rank, self.cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+        self.cp_group = mpu.get_context_parallel_group() if self.cp_size > 1 else None
+        try:
+            self.model_config = transformer_config(
+                config,
+                tp=config.tensor_model_parallel_size,
+                pp=config.pipeline_model_parallel_size,
+                cp=config.context_parallel_size,
+                ep=config.expert_model_parallel_size,
+                etp=config.expert_tensor_parallel_size,
+                sequence_parallel=config.sequence_parallel,
+                dtype=dtype,
+                decoder_first_pipeline_num_layers=config.decoder_first_pipeline_num_layers,
+                decoder_last_pipeline_num_layers=config.decoder_last_pipeline_num_layers,
+                recompute_granularity=config.recompute_granularity,
+                recompute_method=config.recompute_method,
+                recompute_num_layers=config.recompute_num_layers,
+                transformer_impl=config.transformer_impl,
+                # Token weights hold the denominator, so Megatron must sum micro-batches and replicas, not average.
+                calculate_per_token_loss=True,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=config.accumulate_allreduce_grads_in_fp32,
+            # Megatron's sharded optimizer takes CUDA tensors only; on the CPU every replica keeps all of it.
+            use_distributed_optimizer=config.use_distributed_optimizer and config.on_cuda,
+        )
+        self.model = DistributedDataParallel(
+            config=self.model_config, ddp_config=ddp_config, module=self._build_module().to(device)
+        )
+        self.optimizer = build_optimizer(config, self.model, dtype)
+        self.scheduler = build_scheduler(config, self.optimizer)
+        self.model_config.no_sync_func = self.model.no_sync
+
+        def finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+            finalize_model_grads(model, None, **kwargs)
+
+        self.model_config.finalize_model_grads_func = finalize
+        self._forward_backward = get_forward_backward_func()
+
+    def _build_module(self) -> Any:
+        from megatron.core import parallel_state as mpu
+
+        return build_gpt_model(
+            self.config,
+            self.model_config,
+            pre_process=mpu.is_pipeline_first_stage(),
+            post_process=mpu.is_pipeline_last_stage(),
+            transformer_impl=self.config.transformer_impl,
+            output="hidden",
+        )
+
+    @abstractmethod
+    def loss(self, batch: PackedBatch, output: Tensor) -> LossOutput:
+        """Loss of one micro-batch from the model's output, on a last pipeline stage."""
+
+    @abstractmethod
+    def load(self) -> checkpoint.TrainerState | None:
+        """Resume, or take the first weights (None). CheckpointError or ConfigError where neither is possible."""
+
+    @property
+    def module(self) -> Any:
+        """The bare model (this rank's part)."""
+        return self.model.module
+
+    @property
+    def vocab_size(self) -> int:
+        assert self.config.vocab_size is not None, "transformer_config refuses a model without it"
+        return self.config.vocab_size
+
+    # Checkpoints
+
+    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+        """Write `--save`/iter_{rollout_id}; `extra` is JSON-able."""
+        if self.config.save is None:
+            raise ConfigError("saving needs a folder: give --save")
+        checkpoint.save(
+            self.config.save,
+            rollout_id,
+            module=self.module,
+            optimizer=None if self.config.no_save_optim else self.optimizer,
+            scheduler_steps=self.scheduler.num_steps,
+            extra=extra,
+        )
+
+    def resume(self, root: str, iteration: int | None = None) -> checkpoint.TrainerState:
+        """Go on from the newest checkpoint under `root`, or that of rollout `iteration`."""
+        state = checkpoint.load(
+            root, module=self.module, optimizer=self.optimizer, vocab_size=self.vocab_size, iteration=iteration
+        )
+        if not state.with_optimizer:
+            self.optimizer.reload_model_params()
+        self.scheduler.num_steps = state.scheduler_steps
+        self.scheduler.step(0)
+        return state
+
+    # Passes over a batch
+
+    def forward_only(self, batch: TrainBatch, per_position: PerToken) -> Tensor:
+        """A value for every token of the batch, [N] fp32 on the CPU of every rank; 0 at each sample's first token.
+
+        `per_position` gives values aligned with the logits (position t speaks of token t + 1).
+        """
+        parts: list[tuple[Tensor, Tensor]] = []
+
+        def on_output(packed: PackedBatch, output: Tensor, **kwargs: Any) -> Tensor:
+            values = per_position(packed, output)
+            parts.append((packed.target_index, values))
+            return values.new_zeros(())
+
+        with torch.no_grad():
+            self._run(batch, self.micro_batches(batch, range(batch.num_samples)), None, on_output, forward_only=True)
+        return self._everywhere(parts, batch.num_tokens)
+
+    def optimize(
+        self, batch: TrainBatch, samples: range, data: TokenData, *, with_per_token: bool = False
+    ) -> StepResult:
+        """One optimizer step on some samples of the batch; `data` [N] is the whole batch's."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts: list[tuple[Tensor, Tensor]] = []
+        reports: list[Tensor] = []
+
+        def on_output(packed: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            result = self.loss(packed, output)
+            values = {"loss": result.loss.detach(), **result.metrics}
+            zero = result.loss.new_zeros(())
+            reports.append(torch.stack([values.get(name, zero) for name in self.metric_names]))
+            if with_per_token:
+                parts.append((packed.target_index, result.per_token))
+            # Megatron wants (loss, number of tokens, what to report).
+            return result.loss, torch.zeros((), dtype=torch.int, device=zero.device), zero
+
+        micro_batches = self.micro_batches(batch, samples)
+        lr = current_lr(self.optimizer)
+        self._run(batch, micro_batches, data, on_output)
+        # Every tensor-parallel rank of a last stage holds the same sums: one of them speaks.
+        total = torch.zeros(len(self.metric_names), device=self.device)
+        if reports and self.tp_rank == 0:
+            total = torch.stack(reports).sum(0)
+        dist.all_reduce(total)
+        norm, updated = optimizer_step(self.optimizer, self.scheduler, self.config.clip_grad)
+        metrics = dict(zip(self.metric_names, total.tolist(), strict=True))
+        metrics |= {"grad_norm": norm, "lr": lr, "skipped_steps": float(not updated)}
+        per_token = self._everywhere(parts, batch.num_tokens) if with_per_token else None
+        return StepResult(metrics, len(micro_batches), per_token)
+
+    def micro_batches(self, batch: TrainBatch, samples: range) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches of some samples; as many on every rank.
+
+        Context-parallel ranks share them, so --max-tokens-per-gpu holds for a part of each sequence.
+        """
+        lengths = [padded_length(n, self.cp_size) for n in batch.lengths[samples.start : samples.stop].tolist()]
+        if self.config.use_dynamic_batch_size:
+            if self.config.max_tokens_per_gpu is None:
+                raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu")
+            bins = schedule(lengths, self.dp_size, max_tokens=self.config.max_tokens_per_gpu * self.cp_size)
+        else:
+            bins = schedule(lengths, self.dp_size, samples_per_micro_batch=self.config.micro_batch_size)
+        return [[samples.start + index for index in chosen] for chosen in bins[self.dp_rank]]
+
+    def _run(
+        self,
+        batch: TrainBatch,
+        micro_batches: Sequence[MicroBatch],
+        data: TokenData | None,
+        on_output: Callable[..., Any],
+        *,
+        forward_only: bool = False,
+    ) -> None:
+        """Forward (and backward) all micro-batches; a last stage calls `on_output(packed, output)` for each."""
+        multiple = packing_multiple(
+            tp=self.tp_size, cp=self.cp_size, sequence_parallel=self.model_config.sequence_parallel
+        )
+        cp = {"cp": self.cp_size, "cp_rank": self.cp_rank}
+
+        def packed_batches() -> Iterator[PackedBatch]:
+            for chosen in micro_batches:
+                yield pack(batch, chosen, data=data, multiple=multiple, **cp, device=self.device)
+
+        def forward(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
+            packed = next(batches)
+            output = model(
+                packed.tokens,
+                packed.position_ids,
+                attention_mask=None,
+                packed_seq_params=packed_seq_params(packed.lengths, self.device, **cp),
+            )
+            return output, lambda tensor, **kwargs: on_output(packed, tensor, **kwargs)
+
+        self._forward_backward(
+            forward_step_func=forward,
+            data_iterator=packed_batches(),
+            model=[self.model],
+            num_microbatches=len(micro_batches),
+            seq_length=multiple,  # not read: stages tell each other the shapes (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _everywhere(self, parts: list[tuple[Tensor, Tensor]], num_tokens: int) -> Tensor:
+        """Each value is computed by one rank (and its tensor-parallel peers); the others add zeros, which is exact."""
+        flat = unpack(parts if self.tp_rank == 0 else [], num_tokens).to(self.device)
+        dist.all_reduce(flat)
+        return flat.cpu()

@@ -1,0 +1,238 @@
+"""Evaluation: figures of a set, transcripts that resume, and the tool loop against a chat endpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rollout_hooks import scripted_context
+
+from slime_retool.config import Config
+from slime_retool.errors import ConfigError, EngineError
+from slime_retool.evaluation import main as eval_main
+from slime_retool.observe.statistics import majority_at_k, pass_at_k
+from slime_retool.rollout.chat_endpoint import ChatEndpoint
+from slime_retool.rollout.context import use_context
+from slime_retool.rollout.eval_figures import set_figures
+from slime_retool.rollout.evaluate import evaluate
+from slime_retool.tool_use import LoopBudgets, Tool, ToolRegistry, run_chat_loop
+from slime_retool.types import Sample, SampleStatus
+
+PARAMS = {"temperature": 0.5, "top_p": 1.0, "max_new_tokens": 100}
+
+
+def scored(group: int, index: int, pred: str, right: bool, **fields: Any) -> Sample:
+    sample = Sample(prompt="q", index=index, group_index=group, status=SampleStatus.COMPLETED, num_turns=2, **fields)
+    sample.tokens, sample.response_length = [1, 2, 3], 2
+    sample.loss_mask, sample.rollout_log_probs = [1, 1], [-0.1, -0.2]
+    sample.reward = {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+    return sample
+
+
+def test_figures_of_a_set_are_those_of_its_verdicts():
+    samples = [
+        *(scored(0, i, p, p == "7", num_tool_calls=2, num_tool_errors=1) for i, p in enumerate(["7", "7", "8", "9"])),
+        *(scored(1, 4 + i, "3", False) for i in range(4)),
+    ]
+    figures = set_figures("aime", samples, 4, "score")
+    assert figures["val-core/aime/acc/mean@4"] == figures["eval/aime/accuracy"] == 0.25
+    assert figures["val-aux/aime/acc/mean@4/low"] < 0.25 < figures["val-aux/aime/acc/mean@4/high"]
+    for k in (1, 2, 4):
+        assert figures[f"val-aux/aime/acc/pass@{k}"] == pytest.approx(pass_at_k(4, 2, k) / 2)
+        votes = majority_at_k(["7", "7", "8", "9"], [True, True, False, False], k)
+        assert figures[f"val-aux/aime/acc/maj@{k}"] == pytest.approx(votes / 2)
+    assert figures["val-aux/aime/code/pass_rate"] == 0.5
+    assert figures["val-aux/aime/num_turns/max"] == 4 and figures["val-aux/aime/num_turns/min"] == 2
+    assert figures["eval/aime/response_length"] == 2
+
+
+def test_a_shaped_reward_does_not_make_an_answer_right():
+    sample = scored(0, 0, "1", False)
+    sample.reward["score"] = 0.1
+    assert set_figures("s", [sample], 1, "score")["eval/s/accuracy"] == 0
+
+
+def test_problems_count_alike_whatever_outages_took_from_them():
+    lost = scored(0, 1, "", False)
+    lost.status = SampleStatus.FAILED
+    samples = [scored(0, 0, "1", True), lost, scored(1, 2, "1", False), scored(1, 3, "1", False)]
+    figures = set_figures("s", samples, 2, "score")
+    assert figures["eval/s/accuracy"] == 0.5 and figures["eval/s/failed"] == 0.25
+    assert "val-aux/s/acc/pass@2" not in figures
+
+
+def make_config(tmp_path: Any, **fields: Any) -> Config:
+    return Config(
+        output_dir=str(tmp_path), no_progress=True, n_samples_per_eval_prompt=2, rollout_max_response_len=16,
+        custom_rm_path="rollout_hooks.length_reward", **fields,
+    )  # fmt: skip
+
+
+async def test_a_stopped_evaluation_generates_only_what_is_missing(tmp_path):
+    sets = {"one": [Sample(prompt=p) for p in ("ab", "cd", "ef")]}
+    broken = scripted_context(make_config(tmp_path), lambda text, call: EngineError("gone") if call > 3 else text)
+    async with use_context(broken):
+        await evaluate(broken, sets, resume=True)
+    path = tmp_path / "eval" / "one_-00001.jsonl"
+    with path.open("a") as file:
+        file.write('{"index": 5, "cut off')
+    context = scripted_context(make_config(tmp_path), lambda text, _: text)
+    async with use_context(context):
+        figures = await evaluate(context, sets, resume=True)
+    assert context.engine.calls == 3 and figures["eval/one/samples"] == 6 and figures["eval/one/failed"] == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(row["index"] for row in rows) == list(range(6))
+    async with use_context(context):
+        assert await evaluate(context, sets, resume=True) == figures
+    assert context.engine.calls == 3
+
+
+async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
+    sets = {"one": [Sample(prompt="ab")]}
+    context = scripted_context(make_config(tmp_path), lambda text, _: text)
+    async with use_context(context):
+        await evaluate(context, sets, resume=True)
+    other = scripted_context(make_config(tmp_path, eval_temperature=0.3), lambda text, _: text)
+    with pytest.raises(ConfigError, match="samples of another evaluation .sampling was .* new --output-dir"):
+        async with use_context(other):
+            await evaluate(other, sets, resume=True)
+
+
+# A chat endpoint
+
+
+def call(name: str, arguments: str, number: int = 0) -> dict[str, Any]:
+    return {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def reply(content: str = "", calls: list[dict[str, Any]] | None = None, finish: str = "stop") -> dict[str, Any]:
+    message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+    return {"choices": [{"message": message, "finish_reason": finish}], "usage": {"completion_tokens": 7}}
+
+
+@asynccontextmanager
+async def endpoint(*answers: Any, retries: int = 1) -> AsyncIterator[tuple[ChatEndpoint, list[dict[str, Any]]]]:
+    """A server that gives these replies in turn; an int is an HTTP status. The last one is repeated."""
+    seen: list[dict[str, Any]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.json()
+        answer = answers[min(len(seen), len(answers) - 1)]
+        seen.append({**body, "key": request.headers.get("Authorization")})
+        return web.json_response({}, status=answer) if isinstance(answer, int) else web.json_response(answer)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    client = ChatEndpoint(
+        f"http://127.0.0.1:{port}/v1", "m", api_key="k", concurrency=4, timeout=10, retries=retries
+    )  # fmt: skip
+    try:
+        yield client, seen
+    finally:
+        await client.aclose()
+        await runner.cleanup()
+
+
+def doubler() -> ToolRegistry:
+    async def run(arguments: dict[str, Any]) -> str:
+        return str(2 * arguments["n"])
+
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    return ToolRegistry([Tool("double", "Doubles.", schema, run)])
+
+
+async def test_calls_of_a_chat_model_are_run_and_answered_in_order():
+    registry = doubler()
+    turns = [
+        reply("let me see", [call("double", '{"n": 4}'), call("triple", "{}", 1), call("double", '{"n": "x"}', 2)]),
+        reply("it is 8"),
+    ]
+    async with endpoint(*turns) as (client, seen):
+        sample = await run_chat_loop(
+            client, registry, Sample(prompt=[{"role": "user", "content": "2*4?"}]), PARAMS,
+            LoopBudgets(max_response_tokens=100), registry.schemas(),
+        )  # fmt: skip
+    observations = [message for message in seen[1]["messages"] if message["role"] == "tool"]
+    assert [message["tool_call_id"] for message in observations] == ["c0", "c1", "c2"]
+    assert observations[0]["content"] == "8"
+    assert "no tool 'triple'" in observations[1]["content"] and "must be integer" in observations[2]["content"]
+    assert sample.status is SampleStatus.COMPLETED and sample.response.endswith("it is 8")
+    assert (sample.num_turns, sample.num_tool_calls, sample.num_malformed_calls) == (2, 1, 2)
+    assert sample.metadata["completion_tokens"] == 14 and seen[0]["key"] == "Bearer k"
+    assert seen[1]["max_tokens"] == 93
+
+
+@pytest.mark.parametrize("budget", [{"max_turns": 2}, {"max_tool_calls": 1}, {"max_response_tokens": 14}])
+async def test_a_budget_ends_an_endless_caller(budget):
+    registry = doubler()
+    budgets = LoopBudgets(**{"max_response_tokens": 1000, **budget})
+    async with endpoint(reply(calls=[call("double", '{"n": 1}')])) as (client, seen):
+        sample = await run_chat_loop(client, registry, Sample(prompt="go"), PARAMS, budgets, registry.schemas())
+    assert sample.status is SampleStatus.TRUNCATED and len(seen) == 2
+
+
+async def test_an_overloaded_endpoint_is_tried_again_and_a_refusal_is_not(monkeypatch):
+    monkeypatch.setattr("slime_retool.rollout.chat_endpoint.BACKOFF_SECONDS", 0.01)
+    async with endpoint(429, reply("yes")) as (client, seen):
+        assert (await client.chat([], PARAMS, [])).content == "yes" and len(seen) == 2
+    async with endpoint(400, retries=3) as (client, seen):
+        with pytest.raises(EngineError, match="refused the request: HTTP 400"):
+            await client.chat([], PARAMS, [])
+        assert len(seen) == 1
+    async with endpoint(503) as (client, seen):
+        with pytest.raises(EngineError, match="failed 2 times"):
+            await client.chat([], PARAMS, [])
+
+
+async def test_the_command_measures_an_endpoint_and_prints_a_table(tmp_path, capsys):
+    import asyncio
+
+    data = tmp_path / "set.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"what is {n}?", "label": "5"}) + "\n" for n in (5, 6)))
+    async with endpoint(reply(r"Answer: \boxed{5}")) as (client, seen):
+        flags = [
+            "--eval-endpoint-url", client._url.removesuffix("/chat/completions"), "--eval-endpoint-model", "m",
+            "--eval-prompt-data", "five", str(data), "--n-samples-per-eval-prompt", "2", "--apply-chat-template",
+            "--output-dir", str(tmp_path / "out"), "--no-progress",
+        ]  # fmt: skip
+        assert await asyncio.to_thread(_main_off_the_main_thread, flags) == 0
+        assert len(seen) == 4
+        assert await asyncio.to_thread(_main_off_the_main_thread, flags) == 0
+        assert len(seen) == 4  # nothing was missing
+    out = capsys.readouterr().out
+    assert "mean@2" in out and "100.0 %" in out
+    figures = json.loads((tmp_path / "out" / "eval" / "figures.json").read_text())
+    assert figures["val-core/five/acc/mean@2"] == 1.0 and figures["eval/five/response_length"] == 7
+
+
+def _main_off_the_main_thread(flags: list[str]) -> int:
+    """Signal handlers can only be set in the main thread, which runs the server here."""
+    from unittest import mock
+
+    with mock.patch("slime_retool.evaluation.signal.signal"):
+        return eval_main(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--eval-prompt-data NAME FILE is required"),
+        (["--eval-prompt-data", "a", "FILE", "--eval-endpoint-url", "ftp://x"], "must start with http"),
+        (["--eval-prompt-data", "a", "FILE", "--eval-endpoint-url", "http://x/v1"], "needs --eval-endpoint-model"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(tmp_path, capsys, flags, message):
+    (tmp_path / "set.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    flags = [str(tmp_path / "set.jsonl") if flag == "FILE" else flag for flag in flags]
+    assert eval_main(flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
