@@ -35,6 +35,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "moe/cp2 ep2": {**CP2, **EP2},
     },
     4: {
+        "dense/cp4": {"context_parallel_size": 4},
         "dense/cp2 tp2": {**CP2, **TP2},
         "gspo/cp2 dp2": CP2,
         "moe/ep2 tp2": {**EP2, **TP2},
@@ -53,7 +54,7 @@ def _config(root: str, kind: str, **overrides: Any) -> Any:
 
 
 def _measure(rank: int, world_size: int, config: Any, *, rollouts: int = 1, save: str | None = None) -> dict[str, Any]:
-    """Load with the optimizer's state, train, and report the last step's metrics and gradient, log-probs and weights."""
+    """Load with the optimizer's state, train; the last step's metrics and gradient, log-probs and weights."""
     trainer = make_trainer(rank, world_size, config)
     first, _ = trainer.load()
     batch = RolloutBatch(random_samples())
@@ -159,9 +160,7 @@ def test_a_run_goes_on_from_expert_parallel_to_tensor_parallel(
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("moe", 0.7), ("moe at 1.0", 1.0)])
-def test_log_probs_equal_those_of_transformers(
-    one: dict[str, Any], root: str, name: str, temperature: float
-) -> None:
+def test_log_probs_equal_those_of_transformers(one: dict[str, Any], root: str, name: str, temperature: float) -> None:
     model, samples = _hf_model(root), random_samples()
     parts = one[name]["log_probs"].split([sample.length for sample in samples])
     for sample, got in zip(samples, parts, strict=True):
@@ -186,7 +185,9 @@ def _hf_model(root: str) -> Any:
     hf = {key: value for name in megatron_names(c) for key, value in to_hf(name, reader.read(name), c)}
     for layer in range(c.num_layers):
         experts = f"model.layers.{layer}.mlp.experts"
-        parts = {part: [hf.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(4)] for part in ("gate", "up", "down")}
+        parts = {
+            part: [hf.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(4)] for part in ("gate", "up", "down")
+        }
         pairs = zip(parts["gate"], parts["up"], strict=True)
         hf[f"{experts}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
         hf[f"{experts}.down_proj"] = torch.stack(parts["down"])

@@ -85,7 +85,7 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def _nearest_layout(config: Config, world: int) -> str:
-    """The flags of the layout that fits and changes fewest sizes, by the smallest factor."""
+    """The flags of the layout that fits and changes fewest sizes, by the smallest factor, context before tensor."""
     wanted = tuple(_sizes(config).values())[:3]
     layers, even = required(config, "num_layers"), config.decoder_first_pipeline_num_layers is None
     even = even and config.decoder_last_pipeline_num_layers is None
@@ -98,9 +98,10 @@ def _nearest_layout(config: Config, world: int) -> str:
             and (pp == wanted[1] or (even and layers % pp == 0))
         )
 
-    def distance(layout: tuple[int, ...]) -> tuple[int, float, int]:
-        changed = [(new, old) for new, old in zip(layout, wanted, strict=True) if new != old]
-        return len(changed), max(max(new / old, old / new) for new, old in changed), -sum(layout)
+    def distance(layout: tuple[int, ...]) -> tuple[int, float, list[bool], int]:
+        changed = [new != old for new, old in zip(layout, wanted, strict=True)]
+        factor = max(max(new / old, old / new) for new, old in zip(layout, wanted, strict=True))
+        return sum(changed), factor, changed, -sum(layout)
 
     layouts = [layout for layout in itertools.product(_divisors(world), repeat=3) if fits(layout)]
     best = min(layouts or [(1, 1, 1)], key=distance)
