@@ -60,6 +60,7 @@ def transformer_config(
     recompute_granularity: str | None = None,
     recompute_method: str | None = None,
     recompute_num_layers: int | None = None,
+    recompute_modules: Sequence[str] | None = None,
     transformer_impl: str = "auto",
     calculate_per_token_loss: bool = True,
     perform_initialization: bool = True,
@@ -123,6 +124,7 @@ def transformer_config(
         recompute_granularity=recompute_granularity,
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
+        recompute_modules=list(recompute_modules) if recompute_modules else None,
         calculate_per_token_loss=calculate_per_token_loss,
         perform_initialization=perform_initialization,
         # Every tensor-parallel layout then starts from the same weights.
@@ -166,12 +168,15 @@ def build_gpt_model(
     transformer_impl: str = "auto",
     parallel_output: bool = True,
     output: str = "logits",
+    gradient_accumulation_fusion: bool = False,
 ):  # type: ignore[no-untyped-def]
     """This rank's part of the model (`parallel_state` must be initialised, see `init_parallel`).
 
     `config` comes from `transformer_config`. `pre_process` and `post_process` say whether this pipeline stage
     holds the embedding and the output layer. `parallel_output=False` gathers the logits over tensor-parallel ranks.
     `output` is what the last stage returns: `logits` or `hidden` (see the module's docstring).
+    `gradient_accumulation_fusion`: Transformer Engine's layers add weight gradients to the parameters' `main_grad`
+    themselves (Megatron's DistributedDataParallel provides it); no effect on local layers.
     On a GPU the parameters are created there. Build under `torch.device("meta")`, with a config that has
     `use_cpu_initialization=True, perform_initialization=False`, to get shapes without memory.
     """
@@ -181,13 +186,12 @@ def build_gpt_model(
     from megatron_bridge.layer_spec import block_spec
 
     tp = config.tensor_model_parallel_size
+    impl = resolve_transformer_impl(transformer_impl)
+    own_rotary = impl == "local" and config.context_parallel_size == 1
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(
-            config,
-            with_experts=moe_layers(model),
-            transformer_impl=resolve_transformer_impl(transformer_impl),
-            vp_stage=vp_stage,
+            config, with_experts=moe_layers(model), transformer_impl=impl, vp_stage=vp_stage
         ),
         vocab_size=padded_vocab_size(model, tp),
         max_sequence_length=model.max_position_embeddings or 4096,  # only read for learned positions
@@ -195,13 +199,17 @@ def build_gpt_model(
         post_process=post_process,
         parallel_output=parallel_output,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type="none" if own_rotary else "rope",
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
+    if own_rotary:
+        _set_rotary(gpt, model, config)
+    if gradient_accumulation_fusion and impl == "transformer_engine":
+        _fuse_gradient_accumulation(gpt)
     assert output in ("logits", "hidden")
     if post_process and output == "hidden":
         _return_hidden_states(gpt)
@@ -213,6 +221,33 @@ def build_gpt_model(
             # the copies of an expert on several tensor-parallel ranks see other tokens, too.
             parameter.allreduce = False
     return gpt
+
+
+def _set_rotary(gpt: Any, model: ModelArgs, config: Any) -> None:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megatron_bridge.attention import Rotary
+
+    megatrons = RotaryEmbedding(
+        head_dim(model),
+        model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        use_cpu_initialization=config.use_cpu_initialization,
+    )
+    rotary = Rotary(megatrons.inv_freq)
+    for layer in gpt.decoder.layers:
+        layer.self_attention.core_attention.rotary = rotary
+
+
+def _fuse_gradient_accumulation(gpt: Any) -> None:
+    """Set it on the built layers: in the config it would make Megatron's output layer ask for apex."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    for module in gpt.modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            module.fuse_wgrad_accumulation = True
 
 
 def output_weight(gpt: Any) -> torch.nn.Parameter:

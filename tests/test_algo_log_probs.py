@@ -52,7 +52,8 @@ def _ours(
     hidden = hidden.clone().requires_grad_()
     weight = weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
     log_probs, entropy = linear_log_probs(
-        hidden, weight, targets, vocab_size=V, positions=None if positions is None else torch.tensor(positions, dtype=torch.int64),
+        hidden, weight, targets, vocab_size=V,
+        positions=None if positions is None else torch.tensor(positions, dtype=torch.int64),
         temperature=TEMPERATURE, with_entropy=True, tp_group=group, sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,
     )  # fmt: skip

@@ -136,6 +136,44 @@ BAD = {
     "a group of one": ({"--n-samples-per-prompt": "1"}, "at least 2"),
     "KL weight without KL": ({"--kl-loss-coef": "0.1"}, "--use-kl-loss"),
     "clip range upside down": ({"--eps-clip-high": "0.1"}, "--eps-clip-high"),
+    "a clip that only cispo has": ({"--eps-clip": "1"}, "with cispo also 1"),
+    "dual clip of a loss without one": (
+        {"--advantage-estimator": "cispo", "--eps-clip-c": "3"},
+        "--eps-clip-c bounds a loss",
+    ),
+    "two divisors": (
+        {"--loss-constant-length": "64", "--calculate-per-token-loss": None},
+        "two divisors of one loss",
+    ),
+    "an unknown discount": ({"--gamma": "1.5"}, "--gamma must be in [0, 1], got 1.5"),
+    "KL twice": (
+        {"--use-kl-loss": None, "--kl-loss-coef": "0.1", "--kl-coef": "0.1"},
+        "--kl-loss-coef 0.1 and --kl-coef 0.1 count the same KL twice",
+    ),
+    "importance weights of the engine against itself": (
+        {"--use-tis": None, "--use-rollout-logprobs": None},
+        "never computes",
+    ),
+    "importance limits upside down": ({"--use-tis": None, "--tis-clip-low": "3"}, "below --tis-clip 2.0, got 3.0"),
+    "distillation without a teacher": ({"--distill-coef": "1"}, "--teacher-url and --distill-coef go together"),
+    "a teacher at another temperature": (
+        {"--distill-coef": "1", "--teacher-url": "http://127.0.0.1:9", "--rollout-temperature": "0.7"},
+        "--rollout-temperature must be 1, got 0.7",
+    ),
+    "a critic without ppo": ({"--critic-lr": "1e-5"}, "only --advantage-estimator ppo has"),
+    "a critic in the actor's folder": (
+        {"--advantage-estimator": "ppo", "--save": "/tmp/a", "--critic-save": "/tmp/a"},
+        "another folder than the actor's",
+    ),
+    "a critic apart that TP does not divide": (
+        {
+            "--advantage-estimator": "ppo",
+            "--actor-num-gpus-per-node": "2",
+            "--tensor-model-parallel-size": "2",
+            "--critic-num-gpus-per-node": "3",
+        },
+        "multiple of tensor x pipeline x context parallel size 2; use 4",
+    ),
     "dropout": ({"--hidden-dropout": "0.1"}, "must be 0"),
     "bf16 on the CPU": ({"--precision": "bf16"}, "needs GPUs"),
     "a hook that does not exist": ({"--custom-rm-path": "no_such_module.f"}, "cannot import 'no_such_module'"),
@@ -158,6 +196,21 @@ def test_mistakes_are_refused_in_one_line(case: str, run_args):
         checked(run_args | changes)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):
+    args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/x", "--load": "/tmp/y"}
+    assert checked(args | {"--advantage-estimator": "reinforce_plus_plus"}).critic_save is None
+    config = checked(args | {"--advantage-estimator": "ppo", "--critic-num-gpus-per-node": "2"})
+    assert (config.critic_save, config.critic_load) == ("/tmp/x/critic", "/tmp/y/critic")
+    assert config.uses_critic and config.critic_world_size == 2
+
+
+def test_sampling_from_a_cut_distribution_is_warned_about(run_args, caplog):
+    checked(run_args)
+    assert not caplog.records
+    checked(run_args | {"--rollout-top-p": "0.7"})
+    assert "--rollout-top-p 0.7" in caplog.text and "cut distribution" in caplog.text
 
 
 def train_cli(*tokens: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from slime_retool.config import Config, validate
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.observe.metrics import read_metrics
 from slime_retool.rollout.manager import RolloutManager
+from slime_retool.types import RolloutBatch, TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "SLIME_RETOOL_TEST_RUN"
@@ -84,6 +86,40 @@ def test_trainer_and_engine_agree_before_and_after_a_weight_update(model: Path, 
             assert cluster.train(batch, 1)["train/logprob_abs_diff"] < 1e-4
         finally:
             manager.close()
+
+
+def test_a_critic_with_processes_of_its_own_trains_beside_the_actor_and_resumes(model: Path, tmp_path: Path):
+    """One process for the actor, two for the critic; the same figures as together in one, to rounding."""
+    rng = random.Random(0)
+    samples = [
+        TrainSample(
+            [rng.randrange(256) for _ in range(12)], [0] * 4 + [1] * 8, rollout_log_probs=[0.0] * 4 + [-5.0] * 8,
+            reward=rng.random(), index=index, group_index=index // 4,
+        )
+        for index in range(16)
+    ]  # fmt: skip
+    values = rl_values(model, tmp_path) | {"advantage_estimator": "ppo", "kl_coef": 0.1, "global_batch_size": 8}
+
+    def run(name: str, **further: object) -> list[dict[str, float]]:
+        folder = {"save": str(tmp_path / name), "load": str(tmp_path / name)}
+        config: Config = engine_config(model / "hf", **{**values, **folder, **further})
+        validate(config)
+        with Cluster(config) as cluster:
+            first, extra = cluster.start_trainers()
+            assert extra == ({"seen": first} if first else {})
+            figures = [cluster.train(RolloutBatch(samples), first + i) for i in range(2 - first)]
+            cluster.save(first + 1, {"seen": first + 2}) if first else cluster.save(0, {"seen": 1})
+        return figures
+
+    apart = run("apart", critic_num_gpus_per_node=2)
+    together = run("together")
+    for got, want in zip(apart, together, strict=True):
+        assert want["critic/value_loss"] > 0
+        for name, value in want.items():
+            if name.startswith(("train/", "critic/")) and not name.endswith("micro_batches"):
+                assert got[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    again = run("apart", critic_num_gpus_per_node=2)
+    assert len(again) == 1 and again[0]["critic/explained_variance"] != 0.0
 
 
 # The command line, and what is left of it

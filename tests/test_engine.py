@@ -23,10 +23,12 @@ from transformers import AutoModelForCausalLM
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import tensor_checksum
 from slime_retool.errors import EngineError, WeightUpdateError
-from slime_retool.rollout.context import Completion
+from slime_retool.rollout.context import Completion, RolloutContext
 from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.sampling import training_sampling_params
+from slime_retool.rollout.teacher import add_teacher_log_probs
+from slime_retool.types import TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = [258, *b"user\nsay something<", 256, 10, 258, *b"assistant\n"]
@@ -101,6 +103,24 @@ def test_log_probs_are_those_of_the_sampled_ids_at_the_sampling_temperature(runn
     assert completion.prompt_tokens == len(PROMPT) and completion.weight_version == 0
     expected = expected_log_probs(running.folder / "model_0", PROMPT, completion.ids, temperature)
     assert completion.log_probs == pytest.approx(expected, abs=1e-3)
+
+
+def test_an_engine_as_teacher_scores_given_ids_whatever_it_has_cached(running: Running):
+    ids = [*PROMPT, *range(60, 90)]
+    samples = [TrainSample(ids, [0] + [1] * (len(ids) - 1)), TrainSample(ids[:-3], [0] + [1] * (len(ids) - 4))]
+    config = engine_config(running.folder, running.folder, teacher_url=running.engine, distill_coef=1.0)
+
+    async def go() -> None:
+        context = RolloutContext(config, tokenizer=None, engine=None)
+        await add_teacher_log_probs(context, samples[:1])
+        await add_teacher_log_probs(context, samples)
+        await context.aclose()
+
+    asyncio.run(go())
+    expected = expected_log_probs(running.folder / "model_0", PROMPT[:1], ids[1:], 1.0)
+    for sample in samples:
+        assert sample.teacher_log_probs is not None
+        assert list(sample.teacher_log_probs) == pytest.approx([0.0, *expected][: sample.length], abs=1e-3)
 
 
 def test_the_token_that_ends_the_turn_is_returned_with_its_log_prob(running: Running):

@@ -11,7 +11,12 @@ import pytest
 from aiohttp import web
 
 from slime_retool.errors import EngineError
-from slime_retool.rollout.engine_client import ROUTING_HEADER, RouterClient, parse_completion
+from slime_retool.rollout.engine_client import (
+    ROUTING_HEADER,
+    RouterClient,
+    parse_completion,
+    parse_prompt_log_probs,
+)
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -170,6 +175,32 @@ async def test_no_more_requests_are_in_flight_than_allowed():
 def test_nothing_is_made_up_for_an_incomplete_reply(bad: Any, message: str):
     with pytest.raises(EngineError, match=message):
         parse_completion(bad)
+
+
+async def test_a_teacher_reads_the_ids_and_generates_nothing():
+    seen: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({"meta_info": {"input_token_logprobs": [[None, 7, None], [-0.5, 8, None]]}})
+
+    async with served(answer) as client:
+        assert await client.prompt_log_probs([7, 8]) == [0.0, -0.5]
+    assert seen[0]["input_ids"] == [7, 8] and seen[0]["sampling_params"]["max_new_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([[None, 7, None]], "2 tokens were sent, log-probs of 1"),
+        ([[None, 7, None], [-0.5, 9, None]], "of other tokens"),
+        ([[None, 7, None], [None, 8, None]], "None for token 8"),
+        (None, "cannot be used"),
+    ],
+)
+def test_a_teacher_of_other_tokens_is_refused(entries: Any, message: str):
+    with pytest.raises(EngineError, match=message):
+        parse_prompt_log_probs({"meta_info": {"input_token_logprobs": entries}}, [7, 8])
 
 
 def test_an_aborted_request_may_come_back_empty():

@@ -23,6 +23,7 @@ RL = {**KL, "rollout_temperature": 0.8, "eps_clip": 0.1, "use_rollout_logprobs":
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2_overlapped": {"overlap_grad_reduce": True},
     "dp2": {},
     "dp2_one_each": {"use_dynamic_batch_size": False},
     "tp2": TP2,
@@ -230,7 +231,7 @@ def _assert_same(got: dict[str, Any], want: dict[str, Any], *, log_probs: bool =
 def test_gradient_equals_plain_float64_autograd(one: dict[str, Any], tied: bool) -> None:
     """The whole objective, sample by sample, on transformers' Qwen3 in float64, without packing or clipping code."""
     name = "tied" if tied else "untied"
-    policy, reference = _hf_model(one[f"{name}/policy"], tied), _hf_model(one[f"{name}/start"], tied)
+    policy, reference = hf_model(one[f"{name}/policy"], tied), hf_model(one[f"{name}/start"], tied)
     samples = random_samples()
     total = torch.zeros((), dtype=torch.float64)
     diff, count = 0.0, 0
@@ -280,7 +281,7 @@ def grpo_by_hand(samples: list[TrainSample]) -> list[float]:
     return out
 
 
-def _hf_model(state: dict[str, torch.Tensor], tied: bool) -> Any:
+def hf_model(state: dict[str, torch.Tensor], tied: bool) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     c = tiny_config()

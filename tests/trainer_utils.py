@@ -86,7 +86,24 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in hf_named_tensors(trainer.module, trainer.config)}
 
 
-def make_trainer(rank: int, world_size: int, config: Config) -> Any:
+def critic_gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """As `gradients`, of the critic; its value head [1, H] is called "head"."""
+    from slime_retool.trainer.gather import hf_named_tensors
+
+    critic = trainer.critic
+    named = hf_named_tensors(critic.module, critic.config, lambda parameter: parameter.main_grad)
+    out = {name: tensor.clone() for name, tensor in named}
+    if "lm_head.weight" in out:
+        # The head stands where the output layer was, and every tensor-parallel rank holds all of it.
+        rows = out.pop("lm_head.weight")
+        assert torch.equal(rows, rows[:1].expand_as(rows))
+        out["head"] = rows[:1]
+    return out
+
+
+def make_trainer(rank: int, world_size: int, config: Config, roles: str = "all") -> Any:
     from slime_retool.trainer.core import Trainer
 
-    return Trainer(config, rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=0)
+    return Trainer(
+        config, rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=0, roles=roles
+    )

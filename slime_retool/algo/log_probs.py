@@ -49,7 +49,8 @@ def linear_log_probs(
         raise ValueError(f"the temperature must be above 0, got {temperature}; set --rollout-temperature")
     tp = tp_group.size() if tp_group is not None else 1
     if chunk_size is None:
-        chunk_size = max(1, CHUNK_BYTES // (4 * max(1, len(weight))))
+        rows = CHUNK_BYTES // (4 * max(1, len(weight)))
+        chunk_size = max(1, rows // 128 * 128 or rows)  # whole tiles of a GPU's matrix product
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, targets, positions, vocab_size, 1.0 / temperature, with_entropy,
         tp_group if tp > 1 else None, sequence_parallel and tp > 1, chunk_size,

@@ -20,8 +20,8 @@ def _address(config: Config) -> str:
 class TrainerActor:
     """One rank of the trainer."""
 
-    def __init__(self, config: Config, rank: int) -> None:
-        self._config, self._rank = config, rank
+    def __init__(self, config: Config, rank: int, roles: str = "all") -> None:
+        self._config, self._rank, self._roles = config, rank, roles
         self._trainer: Any = None
         self._sync: Any = None
 
@@ -42,11 +42,26 @@ class TrainerActor:
             local_rank=0,
             master_addr=master_addr,
             master_port=master_port,
+            roles=self._roles,
         )
         return self._trainer.load()
 
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
         return self._trainer.train(batch, rollout_id)
+
+    # The parts of `train`, for a critic with processes of its own: see `trainer.core`. Tensors are [N] on the CPU.
+
+    def values(self, batch: RolloutBatch) -> Any:
+        return self._trainer.values(batch)
+
+    def prepare(self, batch: RolloutBatch, rollout_id: int, values: Any) -> Any:
+        return self._trainer.prepare(batch, rollout_id, values)
+
+    def optimize(self, rollout_id: int) -> dict[str, float]:
+        return self._trainer.optimize(rollout_id)
+
+    def train_critic(self, batch: RolloutBatch, rollout_id: int, values: Any, returns: Any) -> dict[str, float]:
+        return self._trainer.train_critic(batch, rollout_id, values, returns)
 
     def connect_engines(self, urls: list[str]) -> None:
         from slime_retool.trainer.weight_sync import WeightSync

@@ -7,6 +7,7 @@ with Cluster(config) as cluster:
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from slime_retool.cluster.actors import EngineActor, TrainerActor
-from slime_retool.cluster.placement import Placement, place
+from slime_retool.cluster.placement import Placement, Slot, place
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
@@ -39,6 +40,8 @@ class Cluster:
         self._config = config
         self._placement: Placement | None = None
         self._trainers: list[Any] = []
+        self._critics: list[Any] = []
+        """Trainers of a critic that has processes of its own."""
         self._engines: list[Any] = []
         self._router: RouterProcess | None = None
         self._owns_ray = False
@@ -68,17 +71,35 @@ class Cluster:
     def start_trainers(self) -> tuple[int, dict[str, Any]]:
         """Start every trainer rank and load weights. Returns (first rollout's number, state saved with it)."""
         assert self._placement is not None
-        on_cuda = self._config.on_cuda
-        for rank in range(self._config.world_size):
+        apart = self._config.critic_world_size > 0
+        share = 0.5 if self._config.colocate else 1.0
+        self._trainers = self._make_trainers(
+            self._config, self._placement.trainers, "actor" if apart else "all", share=share
+        )
+        if apart:
+            own = dataclasses.replace(
+                self._config,
+                actor_num_nodes=self._config.critic_num_nodes or 1,
+                actor_num_gpus_per_node=self._config.critic_num_gpus_per_node or 1,
+            )
+            self._critics = self._make_trainers(own, self._placement.critics, "critic", share=1.0)
+        starting = []
+        for group in (self._trainers, self._critics):
+            if group:
+                address, port = _get(group[0].rendezvous.remote())
+                starting += [actor.start.remote(address, port) for actor in group]
+        return _get(starting)[0]
+
+    def _make_trainers(self, config: Config, slots: list[Slot], roles: str, *, share: float) -> list[Any]:
+        assert self._placement is not None
+        actors = []
+        for rank in range(config.world_size):
             options: dict[str, Any] = {}
-            if on_cuda:
+            if config.on_cuda:
                 options["runtime_env"] = {"env_vars": TRAINER_ENVIRONMENT}
-                slot = self._placement.trainers[rank]
-                share = 0.5 if self._config.colocate else 1
-                options |= {"num_gpus": share, "scheduling_strategy": self._placement.strategy(slot)}
-            self._trainers.append(TrainerActor.options(**options).remote(self._config, rank))
-        address, port = _get(self._trainers[0].rendezvous.remote())
-        return _get([actor.start.remote(address, port) for actor in self._trainers])[0]
+                options |= {"num_gpus": share, "scheduling_strategy": self._placement.strategy(slots[rank])}
+            actors.append(TrainerActor.options(**options).remote(config, rank, roles))
+        return actors
 
     def start_engines(self) -> list[str]:
         """Start every engine, at once. Returns their URLs (or those of the external ones)."""
@@ -116,7 +137,16 @@ class Cluster:
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
         """One rollout's optimizer steps on all ranks."""
         shared = ray.put(batch)  # one copy per host, however many ranks read it
-        return _get([actor.train.remote(shared, rollout_id) for actor in self._trainers])[0]
+        if not self._critics:
+            return _get([actor.train.remote(shared, rollout_id) for actor in self._trainers])[0]
+        values = ray.put(_get([critic.values.remote(shared) for critic in self._critics])[0])
+        prepared = _get([actor.prepare.remote(shared, rollout_id, values) for actor in self._trainers])
+        returns = ray.put(prepared[0])
+        metrics = _get(
+            [actor.optimize.remote(rollout_id) for actor in self._trainers]
+            + [critic.train_critic.remote(shared, rollout_id, values, returns) for critic in self._critics]
+        )
+        return metrics[0] | metrics[-1]
 
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the trainer holds it, by Hugging Face name."""
@@ -124,6 +154,8 @@ class Cluster:
 
     def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
         """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it."""
+        # A checkpoint of the actor never lacks the critic's.
+        _get([critic.save.remote(rollout_id, extra) for critic in self._critics])
         _get([actor.save.remote(rollout_id, extra) for actor in self._trainers])
 
     def close(self) -> None:
@@ -133,13 +165,13 @@ class Cluster:
             self._router = None
         if ray.is_initialized():
             # Trainers first: they leave the weight-update group while the engines can still answer.
-            _quietly("trainers", lambda: _stop([a.shutdown.remote() for a in self._trainers]))
+            _quietly("trainers", lambda: _stop([a.shutdown.remote() for a in [*self._trainers, *self._critics]]))
             _quietly("engines", lambda: _stop([a.stop.remote() for a in self._engines]))
-            for actor in [*self._engines, *self._trainers]:
+            for actor in [*self._engines, *self._trainers, *self._critics]:
                 _quietly("an actor", lambda actor=actor: ray.kill(actor))
             if self._placement is not None:
                 _quietly("the placement group", self._placement.release)
-        self._engines, self._trainers, self._placement = [], [], None
+        self._engines, self._trainers, self._critics, self._placement = [], [], [], None
         if self._owns_ray:
             self._owns_ray = False
             ray.shutdown()

@@ -2,7 +2,8 @@
 
 One bundle of a Ray placement group per GPU, sorted by host and device number, so that consecutive ranks (a
 tensor-parallel group) share a host. Trainers take the first `world_size` bundles. Engines take the next ones, or,
-with --colocate, the same ones from the start. On the CPU nothing is reserved: every process is a plain one.
+with --colocate, the same ones from the start. A critic with GPUs of its own takes the last ones. On the CPU nothing
+is reserved: every process is a plain one.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class Slot:
 
 @dataclass(slots=True)
 class Placement:
-    """Slots of trainer ranks and of engines; empty on the CPU."""
+    """Slots of trainer ranks, of engines and of the critic's own ranks; empty on the CPU."""
 
     group: Any | None
     trainers: list[Slot]
     engines: list[list[Slot]]
+    critics: list[Slot]
 
     def strategy(self, slot: Slot) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot.bundle)
@@ -58,15 +60,16 @@ def place(config: Config) -> Placement:
     per_engine = config.rollout_num_gpus_per_engine
     own_engines = 0 if config.rollout_external_urls else config.num_engines
     if not config.on_cuda:
-        return Placement(None, [], [[] for _ in range(own_engines)])
+        return Placement(None, [], [[] for _ in range(own_engines)], [])
     shared, engine_gpus = config.colocate, own_engines * per_engine
-    wanted = max(config.world_size, engine_gpus) if shared else config.world_size + engine_gpus
+    critic_gpus = config.critic_world_size
+    wanted = (max(config.world_size, engine_gpus) if shared else config.world_size + engine_gpus) + critic_gpus
     present = int(ray.cluster_resources().get("GPU", 0))
     if present < wanted:
         raise ConfigError(
             f"the run needs {wanted} GPUs ({config.world_size} for training, {own_engines} engines of {per_engine}"
-            f"{', colocated' if shared else ''}) but the cluster has {present}; lower --actor-num-gpus-per-node or "
-            "--rollout-num-gpus, or add --colocate"
+            f"{', colocated' if shared else ''}{f', {critic_gpus} for the critic' if critic_gpus else ''}) but the "
+            f"cluster has {present}; lower --actor-num-gpus-per-node or --rollout-num-gpus, or add --colocate"
         )
     group = placement_group([{"GPU": 1} for _ in range(wanted)], strategy="PACK")
     if not group.wait(timeout_seconds=120):
@@ -91,4 +94,4 @@ def place(config: Config) -> Placement:
                 f"an engine of --rollout-num-gpus-per-engine {per_engine} would span hosts {sorted(hosts)}; "
                 "use a size that divides the GPUs of one host"
             )
-    return Placement(group, slots[: config.world_size], engines)
+    return Placement(group, slots[: config.world_size], engines, slots[wanted - critic_gpus :])

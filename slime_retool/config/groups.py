@@ -305,6 +305,21 @@ class PerfArgs:
     recompute_granularity: str | None = flag(None, choices=("full", "selective"), help="Activation recomputation.")
     recompute_method: str | None = flag(None, choices=("uniform", "block"), help="How layers are chosen for it.")
     recompute_num_layers: int | None = flag(None, help="Layers per recomputed chunk (uniform) or stage (block).")
+    recompute_modules: list[str] = flag(
+        [], nargs="+", help="Parts recomputed with granularity selective: core_attn (default), layernorm, mlp."
+    )
+    gradient_accumulation_fusion: bool = flag(
+        True, help="Transformer Engine adds weight gradients to the fp32 buffer inside its matrix products."
+    )
+    overlap_grad_reduce: bool = flag(False, help="Reduce gradients over data-parallel ranks during the backward.")
+    overlap_param_gather: bool = flag(
+        False, help="Gather the distributed optimizer's parameters during the next forward."
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False, help="Keep master weights as bf16 and 16 further bits (exact; saves 2 bytes a parameter; needs TE)."
+    )
+    optimizer_cpu_offload: bool = flag(False, help="Keep optimizer state in host memory and update there.")
+    optimizer_offload_fraction: float = flag(1.0, help="Share of it, with --optimizer-cpu-offload.")
     attention_dropout: float = flag(0.0, help="Attention dropout (RL needs 0).")
     hidden_dropout: float = flag(0.0, help="Hidden dropout (RL needs 0).")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Accumulate and reduce gradients in fp32.")

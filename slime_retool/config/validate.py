@@ -308,6 +308,11 @@ def _check_distillation(config: Config) -> None:
         f"--teacher-url must start with http:// or https://, got {url}",
     )
     _require(
+        weight == 0 or config.rollout_temperature == 1,
+        "--distill-coef compares with the teacher's log-probs, which are at temperature 1: --rollout-temperature must "
+        f"be 1, got {config.rollout_temperature}",
+    )
+    _require(
         weight == 0 or config.loss_type == "policy_loss",
         "--distill-coef learns from generated samples; drop it for --loss-type sft_loss",
     )
@@ -405,6 +410,21 @@ def _check_precision(config: Config) -> None:
             config.recompute_method is not None and config.recompute_num_layers is not None,
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
         )
+    _require(
+        not config.recompute_modules or config.recompute_granularity == "selective",
+        f"--recompute-modules {' '.join(config.recompute_modules)} needs --recompute-granularity selective",
+    )
+    for flag, value in (
+        ("--overlap-param-gather", config.overlap_param_gather),
+        ("--use-precision-aware-optimizer", config.use_precision_aware_optimizer),
+        ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
+    ):
+        _require(
+            not value or (config.device != "cpu" and config.use_distributed_optimizer),
+            f"{flag} needs GPUs and --use-distributed-optimizer; leave it out",
+        )
+    fraction = config.optimizer_offload_fraction
+    _require(0 < fraction <= 1, f"--optimizer-offload-fraction must be above 0 and at most 1, got {fraction}")
 
 
 def _check_engines(config: Config) -> None:

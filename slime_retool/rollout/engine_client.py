@@ -73,6 +73,20 @@ class RouterClient:
         self._stats.completion_tokens += len(completion.ids)
         return completion
 
+    async def prompt_log_probs(self, input_ids: list[int]) -> list[float]:
+        """Log-probs of the given tokens at temperature 1, 0.0 for the first, without generating. Raises EngineError."""
+        body = {
+            "input_ids": input_ids,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "stream": False,
+        }
+        self._stats.requests += 1
+        async with self._places:
+            reply = await self._post("/generate", body, {})
+        return parse_prompt_log_probs(reply, input_ids)
+
     def take_stats(self) -> EngineStats:
         """The figures since the last call; starts counting anew."""
         stats, self._stats = self._stats, EngineStats()
@@ -142,3 +156,20 @@ def parse_completion(reply: Any) -> Completion:
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
     )
+
+
+def parse_prompt_log_probs(reply: Any, input_ids: list[int]) -> list[float]:
+    """Log-probs of `input_ids` from a reply of `/generate`, 0.0 for the first. Raises EngineError when some lack."""
+    try:
+        entries = [(entry[0], entry[1]) for entry in reply["meta_info"]["input_token_logprobs"]]
+    except (KeyError, TypeError, IndexError) as error:
+        raise EngineError(f"the engine's reply cannot be used: {type(error).__name__}: {error}") from error
+    if [token for _, token in entries] != input_ids:
+        raise EngineError(
+            f"{len(input_ids)} tokens were sent, log-probs of {len(entries)} or of other tokens came back"
+        )
+    values = [value for value, _ in entries[1:]]  # nothing precedes the first
+    for token, value in zip(input_ids[1:], values, strict=True):
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise EngineError(f"the engine returned the log-prob {value!r} for token {token}; it must be finite")
+    return [0.0, *map(float, values)]

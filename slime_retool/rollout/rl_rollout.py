@@ -29,6 +29,7 @@ from slime_retool.rollout.dump import dump_samples
 from slime_retool.rollout.figures import sample_figures
 from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample
 from slime_retool.rollout.sampling import training_sampling_params
+from slime_retool.rollout.teacher import add_teacher_log_probs
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 Group = list[Sample]
@@ -54,6 +55,8 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         for group in kept
         for sample in _usable(group)
     ]
+    if config.distill_coef != 0:
+        await add_teacher_log_probs(context, trained)
     finished = [sample for group in sampling.finished for sample in group]
     seconds = time.monotonic() - started
     figures = sample_figures(finished, config.reward_key) | {

@@ -206,10 +206,12 @@ class Trainer:
 
 
 def _steps(role: ModelRole, prepared: Prepared, *, first_per_token: bool = False) -> list[StepResult]:
-    return [
+    results = [
         role.optimize(prepared.batch, step, prepared.data, with_per_token=first_per_token and index == 0)
         for index, step in enumerate(prepared.steps)
     ]
+    role.settle()
+    return results
 
 
 def _averages(prefix: str, results: list[StepResult], unused: set[str] | None = None) -> dict[str, float]:

@@ -100,16 +100,14 @@ def prepare(actor: Actor, batch: TrainBatch, values: Tensor | None) -> Prepared:
             high=config.tis_clip,
         )
         data.advantages = data.advantages * importance
-        prepared.metrics |= {f"train/{name}": value for name, value in figures.items()}
+        prepared.metrics |= figures
     return prepared
 
 
 def mismatch(segments: Segments, train_log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, float]:
     """How far the trainer's log-probs [N] are from the engine's, under the same weights."""
     figures = mismatch_metrics(segments, train_log_probs, rollout_log_probs, segments.turn_of())
-    return {f"train/{name}": value for name, value in figures.items()} | {
-        "train/logprob_abs_diff": figures["mismatch/abs_diff"]
-    }
+    return figures | {"train/logprob_abs_diff": figures["mismatch/abs_diff"]}
 
 
 def mismatch_of_first_step(prepared: Prepared, log_probs: Tensor) -> dict[str, float]:

@@ -88,6 +88,7 @@ class ModelRole(ABC):
                 recompute_granularity=config.recompute_granularity,
                 recompute_method=config.recompute_method,
                 recompute_num_layers=config.recompute_num_layers,
+                recompute_modules=config.recompute_modules,
                 transformer_impl=config.transformer_impl,
                 # Token weights hold the denominator, so Megatron must sum micro-batches and replicas, not average.
                 calculate_per_token_loss=True,
@@ -98,6 +99,8 @@ class ModelRole(ABC):
             grad_reduce_in_fp32=config.accumulate_allreduce_grads_in_fp32,
             # Megatron's sharded optimizer takes CUDA tensors only; on the CPU every replica keeps all of it.
             use_distributed_optimizer=config.use_distributed_optimizer and config.on_cuda,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+            overlap_param_gather=config.overlap_param_gather,
         )
         self.model = DistributedDataParallel(
             config=self.model_config, ddp_config=ddp_config, module=self._build_module().to(device)
@@ -122,6 +125,7 @@ class ModelRole(ABC):
             post_process=mpu.is_pipeline_last_stage(),
             transformer_impl=self.config.transformer_impl,
             output="hidden",
+            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
         )
 
     @abstractmethod
@@ -218,6 +222,11 @@ class ModelRole(ABC):
         metrics |= {"grad_norm": norm, "lr": lr, "skipped_steps": float(not updated)}
         per_token = self._everywhere(parts, batch.num_tokens) if with_per_token else None
         return StepResult(metrics, len(micro_batches), per_token)
+
+    def settle(self) -> None:
+        """Let the parameters be whole after optimizer steps, for whoever reads them before the next forward."""
+        if self.config.overlap_param_gather:
+            self.model.start_param_sync(force_sync=True)
 
     def micro_batches(self, batch: TrainBatch, samples: range) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches of some samples; as many on every rank.
