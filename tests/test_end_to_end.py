@@ -108,7 +108,7 @@ def test_a_critic_with_processes_of_its_own_trains_beside_the_actor_and_resumes(
             first, extra = cluster.start_trainers()
             assert extra == ({"seen": first} if first else {})
             figures = [cluster.train(RolloutBatch(samples), first + i) for i in range(2 - first)]
-            cluster.save(first + 1, {"seen": first + 2}) if first else cluster.save(0, {"seen": 1})
+            cluster.save(first, {"seen": first + 1})
         return figures
 
     apart = run("apart", critic_num_gpus_per_node=2)
@@ -208,7 +208,8 @@ def wait_for_metrics(path: Path, process: subprocess.Popen[str], seconds: float 
 
 def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_path: Path):
     arguments = command(model, tmp_path / "out", save=tmp_path / "save", eval_interval=1)
-    process, run = start([*arguments, "--eval-prompt-data", "small", str(model / "prompts.jsonl")])
+    turns = ["--colocate", "--offload-train", "--offload-rollout"]  # on a CPU all that is missing is the room it makes
+    process, run = start([*arguments, *turns, "--eval-prompt-data", "small", str(model / "prompts.jsonl")])
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert_nothing_left(run)
@@ -218,6 +219,11 @@ def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_pat
     assert all("eval/small/accuracy" in row for row in steps)
     assert [row["rollout/weight_version"] for row in steps[1:]] == [2, 3]
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
+    phases = ("generate", "log_probs", "train", "sync", "offload", "idle")
+    for row in steps[1:]:
+        seconds = [row[f"perf/{name}_seconds"] for name in phases]
+        assert min(seconds) >= 0 and sum(seconds) == pytest.approx(row["perf/step_seconds"])
+        assert row["perf/sync_seconds"] > 0 and row["perf/offload_seconds"] > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -164,7 +164,11 @@ def parse_prompt_log_probs(reply: Any, input_ids: list[int]) -> list[float]:
         entries = [(entry[0], entry[1]) for entry in reply["meta_info"]["input_token_logprobs"]]
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(f"the engine's reply cannot be used: {type(error).__name__}: {error}") from error
-    if [token for _, token in entries] != input_ids:
+    # SGLang reports the vocabulary's last id, and any beyond, as 0.
+    same = len(entries) == len(input_ids) and all(
+        got in (sent, 0) for (_, got), sent in zip(entries, input_ids, strict=True)
+    )
+    if not same:
         raise EngineError(
             f"{len(input_ids)} tokens were sent, log-probs of {len(entries)} or of other tokens came back"
         )
