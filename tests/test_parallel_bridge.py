@@ -186,9 +186,12 @@ def largest_difference(gpt: Any, model: Any, expected: torch.Tensor) -> float:
 
 
 def check_weight_export(rank: int, gpt: Any, model: Any, directory: Path) -> None:
+    """On rank 0, and then on every rank, exported weights are the checkpoint's, bit for bit."""
     from slime_retool.trainer.gather import hf_named_tensors
 
-    exported = {name: tensor.clone() for name, tensor in hf_named_tensors(gpt, model)}
-    original = hf_weights(directory / "hf") if rank == 0 else {}
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(exported[name], original[name]) for name in original)
+    original = hf_weights(directory / "hf")
+    for everywhere in (False, True):
+        exported = {name: tensor.clone() for name, tensor in hf_named_tensors(gpt, model, everywhere=everywhere)}
+        wanted = original if everywhere or rank == 0 else {}
+        assert exported.keys() == wanted.keys()
+        assert all(torch.equal(exported[name], wanted[name]) for name in wanted)

@@ -350,9 +350,13 @@ def _check_critic(config: Config) -> None:
         ("--critic-num-gpus-per-node", config.critic_num_gpus_per_node),
     ):
         _require(count is None or count >= 1, f"{flag} must be at least 1, got {count}")
-    world = config.critic_world_size
-    processes = f"{world} processes of the critic (--critic-num-nodes x --critic-num-gpus-per-node)"
-    check_world_size(config, world, processes)
+    world, size = config.critic_world_size, config.model_parallel_size
+    _require(
+        world % size == 0,
+        f"the critic's {world} processes (--critic-num-nodes x --critic-num-gpus-per-node) must be a multiple of "
+        f"tensor x pipeline x context parallel size {size}; use {max(1, round(world / size)) * size}",
+    )
+    check_world_size(config, world, f"{world} processes of the critic")
 
 
 def _check_checkpoints(config: Config) -> None:
