@@ -95,7 +95,13 @@ class CheckpointArgs:
 class DataArgs:
     """Data."""
 
-    prompt_data: str | None = flag(None, metavar="FILE", help="Training prompts or conversations: .jsonl or .parquet.")
+    prompt_data: list[str] = flag(
+        [],
+        nargs="+",
+        metavar="[NAME=]FILE[@WEIGHT]",
+        help="Training prompts or conversations, .jsonl or .parquet. Several files are mixed by weight (default: their "
+        "sizes) and reported by name; FILE@[a:b] takes rows a to b only.",
+    )
     input_key: str = flag("prompt", help="Column with the prompt (text or messages) or, in SFT, the conversation.")
     label_key: str = flag("label", help="Column with the ground truth.")
     tool_key: str = flag("tools", help="Column with the tool schemas (a list, or JSON text of one).")
@@ -133,7 +139,21 @@ class RolloutArgs:
     )
     custom_rm_path: str | None = flag(None, help="Hook reward_func(args, sample) -> number or dict.")
     rm_type: str = flag(
-        "dapo", choices=("dapo", "math_verify"), help="Built-in reward when --custom-rm-path is not given."
+        "dapo",
+        choices=("dapo", "math_verify"),
+        help="How answers are compared, by the built-in reward and by ReTool's: the published rule (the box must hold "
+        "the very characters of the ground truth), or by meaning.",
+    )
+    reward_timeout: float = flag(
+        300.0, help="Seconds the --custom-rm-path hook may run for one sample; beyond that the sample is dropped."
+    )
+    shape_tool_use: str = flag(
+        "turns",
+        choices=("turns", "calls", "none"),
+        help="ReTool's reward_func: what earns a wrong answer a smaller penalty, rounds of tool use or executed calls.",
+    )
+    format_penalty: float = flag(
+        0.0, help="ReTool's reward_func: taken off the score of a response that is not well-formed."
     )
     reward_key: str | None = flag(None, help="Entry of a reward dict that is trained on (default score).")
     rollout_max_response_len: int = flag(1024, help="Tokens of one response, observations included.")

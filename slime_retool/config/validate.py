@@ -16,6 +16,7 @@ from megatron_bridge.model_config import ModelArgs, nearest_divisor
 from slime_retool.config.config import Config
 from slime_retool.config.groups import CriticArgs
 from slime_retool.config.parallel import check_parallel, check_world_size
+from slime_retool.data.readers import split_slice
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
 
@@ -69,6 +70,7 @@ def _require(ok: bool, message: str) -> None:
 
 
 def _require_file(path: str, flag: str) -> None:
+    path, _ = split_slice(path)
     _require(os.path.isfile(path), f"{flag}: no such file: {path}")
 
 
@@ -95,8 +97,9 @@ def _check_model(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    _require(config.prompt_data is not None, "--prompt-data is required: a .jsonl or .parquet file")
-    _require_file(config.prompt_data, "--prompt-data")
+    _require(bool(config.prompt_data), "--prompt-data is required: a .jsonl or .parquet file")
+    for data_set in config.prompt_sets:
+        _require_file(data_set.file, "--prompt-data")
     _require(
         len(config.eval_prompt_data) % 2 == 0,
         f"--eval-prompt-data takes pairs NAME FILE, got {len(config.eval_prompt_data)} values: "
@@ -159,6 +162,7 @@ def _check_batches(config: Config) -> None:
         _require(value >= 1, f"{flag} must be at least 1, got {value}")
     for flag, value in (
         ("--tool-timeout", config.tool_timeout),
+        ("--reward-timeout", config.reward_timeout),
         ("--rollout-request-timeout", config.rollout_request_timeout),
         ("--sglang-startup-timeout", config.sglang_startup_timeout),
         ("--distributed-timeout-minutes", config.distributed_timeout_minutes),

@@ -26,7 +26,7 @@ from slime_retool.errors import DataError, RolloutError
 from slime_retool.plugins import load_function
 from slime_retool.rollout.context import DataSource, RolloutContext
 from slime_retool.rollout.dump import dump_samples
-from slime_retool.rollout.figures import sample_figures
+from slime_retool.rollout.figures import sample_figures, source_figures
 from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.rollout.teacher import add_teacher_log_probs
@@ -59,15 +59,19 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         await add_teacher_log_probs(context, trained)
     finished = [sample for group in sampling.finished for sample in group]
     seconds = time.monotonic() - started
-    figures = sample_figures(finished, config.reward_key) | {
-        "train_samples": float(len(trained)),
-        "groups_kept": float(len(kept)),
-        "groups_dropped": float(sampling.num_filtered),
-        "groups_failed": float(sampling.num_failed),
-        "groups_cancelled": float(sampling.num_cancelled),
-        "seconds": seconds,
-        "tokens_per_second": sum(sum(sample.loss_mask) for sample in finished) / max(seconds, 1e-9),
-    }
+    figures = (
+        sample_figures(finished, config.reward_key)
+        | source_figures(finished, config.reward_key)
+        | {
+            "train_samples": float(len(trained)),
+            "groups_kept": float(len(kept)),
+            "groups_dropped": float(sampling.num_filtered),
+            "groups_failed": float(sampling.num_failed),
+            "groups_cancelled": float(sampling.num_cancelled),
+            "seconds": seconds,
+            "tokens_per_second": sum(sum(sample.loss_mask) for sample in finished) / max(seconds, 1e-9),
+        }
+    )
     if config.dump_rollouts:
         path = Path(config.output_dir) / "rollouts" / f"rollout_{rollout_id:06d}.jsonl"
         rows = [(sample, {"rollout_id": rollout_id}) for sample in finished]
