@@ -40,7 +40,8 @@ class TokenData:
     def gather(self, index: Tensor, device: torch.device | str) -> TokenData:
         """Entries at `index`, 0 where it is negative, on `device`."""
         present = {field.name: values for field in fields(self) if (values := getattr(self, field.name)) is not None}
-        rows = torch.stack(list(present.values()))[:, index.clamp(min=0)].masked_fill_(index < 0, 0.0).to(device)
+        chosen = index.clamp(min=0)
+        rows = torch.stack([values[chosen] for values in present.values()]).masked_fill_(index < 0, 0.0).to(device)
         return TokenData(**dict(zip(present, rows, strict=True)))
 
 

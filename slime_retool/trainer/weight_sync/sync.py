@@ -52,7 +52,8 @@ class WeightSync:
         self.weight_version = weight_version
         self._trainer = trainer
         sizes = [parameter.nbytes for parameter in trainer.module.parameters()]
-        bounds = torch.tensor([max(sizes) * trainer.actor.tp_size, sum(sizes)], dtype=torch.int64, device=trainer.device)
+        largest = max(sizes) * trainer.actor.tp_size
+        bounds = torch.tensor([largest, sum(sizes)], dtype=torch.int64, device=trainer.device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
         largest, share = bounds.tolist()
         wanted = min(bucket_bytes or config.update_weight_buffer_size, share * dist.get_world_size())
