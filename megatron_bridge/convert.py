@@ -62,7 +62,7 @@ def convert_hf_to_torch_dist(
     with replace_directory(save, force=force) as out:
         with tqdm(total=len(names), desc="HF -> torch_dist", unit="tensor", disable=not progress) as bar:
             write_torch_dist(
-                out / checkpoint_name(None), shapes, dtype_of, value_of, num_layers=required(model, "num_layers"),
+                out / checkpoint_name(None), shapes, dtype_of, value_of, model=model,
                 common={"checkpoint_version": 3.0, "iteration": 0}, written=lambda _: bar.update(),
             )  # fmt: skip
         write_latest(out, None)

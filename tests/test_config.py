@@ -211,7 +211,6 @@ BAD = {
         {"--rollout-num-gpus": "3", "--rollout-num-gpus-per-engine": "2"},
         "does not divide the 3 GPUs",
     ),
-    "context parallel": ({"--actor-num-gpus-per-node": "2", "--context-parallel-size": "2"}, "must be 1"),
 }
 
 

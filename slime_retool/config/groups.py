@@ -343,7 +343,9 @@ class BatchArgs:
     global_batch_size: int | None = flag(None, help="Samples per optimizer step (default: all of a rollout, one step).")
     micro_batch_size: int = flag(1, help="Samples packed into one forward without --use-dynamic-batch-size.")
     use_dynamic_batch_size: bool = flag(False, help="Pack samples up to --max-tokens-per-gpu.")
-    max_tokens_per_gpu: int | None = flag(None, help="Tokens of one packed micro-batch.")
+    max_tokens_per_gpu: int | None = flag(
+        None, help="Tokens of one packed micro-batch on one GPU (under context parallelism, of its part)."
+    )
 
 
 @dataclass
