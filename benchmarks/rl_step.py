@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 
 REPORTED = (
-    "time/rollout_s", "time/train_s", "time/update_weights_s", "time/step_s", "rollout/tokens_per_second",
+    "perf/generate_seconds", "perf/log_probs_seconds", "perf/train_seconds", "perf/sync_seconds",
+    "perf/offload_seconds", "perf/idle_seconds", "perf/step_seconds", "rollout/tokens_per_second",
     "rollout/cached_token_ratio", "perf/train_tokens_per_second", "train/logprob_abs_diff", "train/grad_norm",
 )  # fmt: skip
 
@@ -104,7 +105,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     figures = {
         name: statistics.median(row[name] for row in steady) for name in REPORTED if all(name in row for row in steady)
     }
-    first = {f"first/{name}": rows[0][name] for name in ("time/update_weights_s", "time/step_s")}
+    first = {
+        f"first/{name}": rows[0][name] for name in ("perf/sync_seconds", "perf/offload_seconds", "perf/step_seconds")
+    }
     return {"model": args.model, "flags": args.flags, "rollouts": len(rows), **figures, **first}
 
 

@@ -150,7 +150,7 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
         text += f" (default: {default})"
     names = [option_name(field.name), *spec.aliases]
     if scalar is bool:
-        action = argparse.BooleanOptionalAction if default else "store_true"
+        action = "store_true" if default is False else argparse.BooleanOptionalAction
         group.add_argument(*names, dest=field.name, action=action, default=default, help=text)
         return
     group.add_argument(

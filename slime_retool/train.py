@@ -1,6 +1,11 @@
 """The training loop: `python -m slime_retool.train FLAGS` (`--help` lists them).
 
-    generate -> train -> save -> update the engines' weights -> evaluate
+    generate -> train -> update the engines' weights -> save -> evaluate
+
+With --colocate trainer and engines take turns on the same devices:
+
+    generate -> engines give back their memory, trainers take theirs -> train -> trainers keep only weights, engines
+    take room for theirs -> update -> trainers leave, engines take room for their cache -> generate
 
 Exit codes: 0 done, 1 a failure while running, 2 a mistake in the configuration, 130 interrupted.
 """
@@ -13,13 +18,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from megatron_bridge import flags
 from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.engine.server import check_server_flags
 from slime_retool.errors import ConfigError, SlimeRetoolError
 from slime_retool.observe.metrics import Metrics
 
@@ -34,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         resolve_device(config)
         validate(config)
+        check_server_flags(config)
     except ConfigError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 2
@@ -96,6 +104,33 @@ def run(config: Config) -> None:
         metrics.close()
 
 
+class Phases:
+    """Where the seconds of one step go.
+
+    `with phases("sync"): ...` adds to `perf/sync_seconds`. Log-probs and training are measured by the trainer itself;
+    what belongs to none of them (Ray, starting and waiting) is `perf/idle_seconds`.
+    """
+
+    NAMES = ("generate", "log_probs", "train", "sync", "offload")
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._seconds = dict.fromkeys(self.NAMES, 0.0)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self._seconds[name] += time.monotonic() - begin
+
+    def figures(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """All phases and the whole step; what `measured` holds of them wins."""
+        step = time.monotonic() - self._started
+        phases = {f"perf/{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        phases |= {name: measured[name] for name in phases if name in measured}
+        return phases | {"perf/idle_seconds": step - sum(phases.values()), "perf/step_seconds": step}
+
+
 class Loop:
     """The loop's state: where it is, and the parts it drives."""
 
@@ -142,38 +177,47 @@ class Loop:
             self._rollout.connect(cluster.start_router(urls))
             if not config.debug_rollout_only:
                 cluster.connect_engines(urls)
-                cluster.update_weights()
+                cluster.begin_training()
+                self._hand_over(Phases())
         return first
 
     def _step(self, rollout_id: int) -> dict[str, float]:
         config, cluster = self._config, self._cluster
         assert config.num_rollout is not None
-        figures: dict[str, float] = {}
-        started = time.monotonic()
-        batch = self._rollout.generate(rollout_id)
-        figures |= batch.metrics
-        figures["time/rollout_s"] = time.monotonic() - started
+        phases = Phases()
+        with phases("generate"):
+            batch = self._rollout.generate(rollout_id)
+        figures = dict(batch.metrics)
         last = rollout_id + 1 == config.num_rollout
         if not config.debug_rollout_only:
-            begin = time.monotonic()
+            with phases("offload"):
+                cluster.begin_training()
             figures |= cluster.train(batch, rollout_id)
-            figures["time/train_s"] = time.monotonic() - begin
             if config.num_engines:
-                begin = time.monotonic()
-                cluster.check()
-                figures["rollout/weight_version"] = float(cluster.update_weights())
-                figures["time/update_weights_s"] = time.monotonic() - begin
-        figures["time/step_s"] = time.monotonic() - started
+                figures["rollout/weight_version"] = float(self._hand_over(phases))
+        figures |= phases.figures(figures)
         self._metrics.log(rollout_id, figures)
         # After the figures are written: a run that is killed here repeats the step, and loses no line of it.
         saves = config.save is not None and not config.debug_rollout_only
         if saves and (last or self._due(config.save_interval, rollout_id)):
             begin = time.monotonic()
             cluster.save(rollout_id, {"data": self._rollout.state_dict()})
-            self._metrics.log(rollout_id, {"time/save_s": time.monotonic() - begin})
+            self._metrics.log(rollout_id, {"perf/save_seconds": time.monotonic() - begin})
         if self._due(config.eval_interval, rollout_id) or (last and config.eval_interval is not None):
             self._evaluate(rollout_id)
         return figures
+
+    def _hand_over(self, phases: Phases) -> int:
+        """The trainer's weights into the engines, and the devices with them. Returns the weight version."""
+        cluster = self._cluster
+        cluster.check()
+        with phases("offload"):
+            cluster.begin_update()
+        with phases("sync"):
+            version = cluster.update_weights()
+        with phases("offload"):
+            cluster.begin_generation()
+        return version
 
     @staticmethod
     def _due(interval: int | None, rollout_id: int) -> bool:
@@ -183,7 +227,7 @@ class Loop:
         """Evaluate the weights after `rollout_id` (-1: before any training)."""
         started = time.monotonic()
         figures = self._rollout.evaluate(rollout_id)
-        figures["time/eval_s"] = time.monotonic() - started
+        figures["perf/eval_seconds"] = time.monotonic() - started
         self._metrics.log(rollout_id, figures)
         accuracy = {name: value for name, value in figures.items() if name.endswith("/accuracy")}
         logger.info("rollout %d: %s", rollout_id, ", ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))

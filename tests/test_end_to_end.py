@@ -172,7 +172,8 @@ def wait_for_metrics(path: Path, process: subprocess.Popen[str], seconds: float 
 
 def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_path: Path):
     arguments = command(model, tmp_path / "out", save=tmp_path / "save", eval_interval=1)
-    process, run = start([*arguments, "--eval-prompt-data", "small", str(model / "prompts.jsonl")])
+    turns = ["--colocate", "--offload-train", "--offload-rollout"]  # on a CPU all that is missing is the room it makes
+    process, run = start([*arguments, *turns, "--eval-prompt-data", "small", str(model / "prompts.jsonl")])
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert_nothing_left(run)
@@ -182,6 +183,11 @@ def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_pat
     assert all("eval/small/accuracy" in row for row in steps)
     assert [row["rollout/weight_version"] for row in steps[1:]] == [2, 3]
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
+    phases = ("generate", "log_probs", "train", "sync", "offload", "idle")
+    for row in steps[1:]:
+        seconds = [row[f"perf/{name}_seconds"] for name in phases]
+        assert min(seconds) >= 0 and sum(seconds) == pytest.approx(row["perf/step_seconds"])
+        assert row["perf/sync_seconds"] > 0 and row["perf/offload_seconds"] > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

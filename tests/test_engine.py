@@ -224,7 +224,8 @@ def test_new_weights_are_counted_and_used(running: Running):
     try:
         admin.pause()
         admin.flush_cache()
-        admin.update_weights_from_disk(str(new), weight_version=5)
+        admin.update_weights_from_disk(str(new))
+        admin.set_weight_version(5)
         admin.flush_cache()
         admin.resume()
         weights = load_file(new / "model.safetensors")
@@ -235,8 +236,26 @@ def test_new_weights_are_counted_and_used(running: Running):
         expected = expected_log_probs(new, PROMPT, completion.ids, 1.0)
         assert completion.log_probs == pytest.approx(expected, abs=1e-3)
     finally:
-        admin.update_weights_from_disk(str(running.folder / "model_0"), weight_version=0)
+        admin.update_weights_from_disk(str(running.folder / "model_0"))
+        admin.set_weight_version(0)
         admin.flush_cache()
+
+
+def test_an_engine_answers_after_it_gave_back_its_memory_and_took_it_again(running: Running):
+    """The calls and their order; on a CPU nothing is freed."""
+    admin = running.admin
+    before = generate(running, [PROMPT], temperature=0.0, max_new_tokens=8, ignore_eos=True)[0]
+    admin.pause()
+    admin.flush_cache()
+    admin.release_memory(["weights", "kv_cache"])
+    assert admin.health()
+    admin.resume_memory(["weights"])
+    admin.update_weights_from_disk(str(running.folder / "model_0"))
+    admin.flush_cache()
+    admin.resume_memory(["kv_cache"])
+    admin.resume()
+    after = generate(running, [PROMPT], temperature=0.0, max_new_tokens=8, ignore_eos=True)[0]
+    assert after.ids == before.ids and after.cached_tokens == 0
 
 
 def test_a_refused_update_raises_with_the_servers_words(running: Running):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import pickle
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from sglang_utils import engine_config, make_tiny_checkpoint
 from trainer_utils import make_trainer, random_samples, tiny_config
 
 from slime_retool.engine.server import EngineProcess
-from slime_retool.trainer.weight_sync import buckets
+from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
+from slime_retool.trainer.weight_sync.ipc import SharedBuffer, payload
 from slime_retool.types import RolloutBatch
 
 MODEL = {
@@ -26,21 +30,73 @@ PROMPT = list(range(40, 60))
 TIMEOUT_MINUTES = 1.0
 
 
+TRANSPORTS = ("broadcast", "ipc", "disk")
+
+
+def _filled(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> list[list[tuple[str, torch.Tensor]]]:
+    buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
+    return [[(name, tensor.clone()) for name, tensor in bucket.tensors()] for bucket in buckets(tensors, buffers)]
+
+
 def test_buckets_keep_order_and_size() -> None:
-    tensors = [(str(i), torch.full((n,), float(i))) for i, n in enumerate([2, 2, 9, 1, 1, 1])]
-    result = list(buckets(iter(tensors), 16))
+    tensors = [(str(i), torch.full((n,), float(i))) for i, n in enumerate([2, 2, 4, 1, 1, 1])]
+    result = _filled(tensors, 16)
     assert [[name for name, _ in bucket] for bucket in result] == [["0", "1"], ["2"], ["3", "4", "5"]]
-    assert list(buckets(iter([]), 16)) == []
+    assert all(torch.equal(tensor, dict(tensors)[name]) for bucket in result for name, tensor in bucket)
+    assert _filled([], 16) == []
 
 
-def test_buckets_hold_copies() -> None:
+def test_a_bucket_holds_one_dtype() -> None:
+    tensors = [("a", torch.ones(3, dtype=torch.bfloat16)), ("b", torch.ones(2)), ("c", torch.full((2, 1), 2.0))]
+    result = _filled(tensors, 100)
+    assert [[(name, tensor.dtype, tensor.shape) for name, tensor in bucket] for bucket in result] == [
+        [("a", torch.bfloat16, (3,))],
+        [("b", torch.float32, (2,)), ("c", torch.float32, (2, 1))],
+    ]
+
+
+def test_a_bucket_is_valid_while_the_next_one_is_filled() -> None:
+    buffers = [torch.empty(4, dtype=torch.uint8) for _ in range(2)]
     shared = torch.zeros(1)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for value in range(3):
+        for value in range(3):  # memory that is reused, as gathered tensors are
             yield str(value), shared.fill_(value)
 
-    assert [float(t) for bucket in buckets(stream(), 100) for _, t in bucket] == [0, 1, 2]
+    seen: list[float] = []
+    before: Bucket | None = None
+    for bucket in buckets(stream(), buffers):
+        if before is not None:
+            seen.append(float(next(before.tensors())[1]))
+        before = bucket
+    assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_payload_names_only_what_sglang_loads_and_opens_the_same_memory(dtype: torch.dtype) -> None:
+    """SGLang's unpickler allows modules by prefix; torch's storage loader, which Megatron replaces, is not needed."""
+    shared = SharedBuffer(64, torch.device("cpu"))
+    tensors = [("a", torch.randn(2, 3).to(dtype)), ("b", torch.randn(1).to(dtype))]
+    bucket = next(buckets(tensors, [shared.data]))
+    found: set[str] = set()
+
+    class Recording(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found.add(f"{module}.{name}")
+            return super().find_class(module, name)
+
+    for _ in range(3):  # a handle is opened for every bucket
+        shared.before_opening()
+        opened = Recording(io.BytesIO(base64.b64decode(payload(shared.handle, bucket)))).load()
+        flat, metadata = opened["flattened_tensor"], opened["metadata"]
+        for (name, tensor), meta in zip(tensors, metadata, strict=True):
+            assert meta.name == name
+            assert torch.equal(flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape), tensor)
+        shared.data.fill_(7)
+        assert int(flat[0]) == 7
+        next(buckets(tensors, [shared.data]))
+        del flat, opened
+    assert all(name.startswith(("torch.", "types.")) for name in found)
 
 
 def _generate(url: str, ids: list[int]) -> tuple[list[float], list[int]]:
@@ -64,7 +120,7 @@ def _both_layouts(rank: int, world_size: int, url: str, root: str) -> list[dict[
 
 
 def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: int, root: str) -> dict[str, Any]:
-    """Three updates with train steps between them, the last through files; both sides' log-probs and checksums."""
+    """One update by each transport with train steps between them; both sides' log-probs and checksums."""
     from slime_retool.engine.admin import EngineAdmin
     from slime_retool.errors import WeightUpdateError
     from slime_retool.trainer.weight_sync import WeightSync
@@ -75,11 +131,10 @@ def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: i
         distributed_timeout_minutes=TIMEOUT_MINUTES,
     )  # fmt: skip
     trainer = make_trainer(rank, world_size, config)
-    sync = WeightSync(trainer, [url], bucket_bytes=20_000, weight_version=first)
     probe = TrainSample(PROMPT, [0] + [1] * (len(PROMPT) - 1))
     out: dict[str, Any] = {"rounds": []}
-    for step in range(3):
-        sync.through_files = step == 2  # what --colocate does on GPUs
+    for step, transport in enumerate(TRANSPORTS):
+        sync = WeightSync(trainer, [url], transport=transport, bucket_bytes=20_000, weight_version=first + step)
         version = sync.update()
         mine = sync.weight_checksums()
         log_probs = trainer.log_probs([probe])[0][1:]
@@ -92,16 +147,17 @@ def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: i
                     "theirs": admin.weight_checksums(), "log_probs": (log_probs, engine_log_probs), "greedy": greedy,
                 }
             )  # fmt: skip
+        sync.close()
         trainer.train(RolloutBatch(random_samples(seed=step)), step)
-    sync.close()
-    sync.through_files = False
-    sync.set_engines(["http://127.0.0.1:9"])
-    try:
-        sync.update()
-        out["dead engine"] = "accepted"
-    except WeightUpdateError as error:
-        out["dead engine"] = str(error)
-    out["version after failure"] = sync.weight_version
+    out["refused"] = {}
+    for transport, urls in (("broadcast", ["http://127.0.0.1:9"]), ("ipc", ["http://127.0.0.1:9"])):
+        sync = WeightSync(trainer, urls, transport=transport, weight_version=7)
+        try:
+            sync.update()
+            out["refused"][transport] = "accepted"
+        except WeightUpdateError as error:
+            out["refused"][transport] = str(error)
+        assert sync.weight_version == 7
     trainer.shutdown()
     return out
 
@@ -143,5 +199,5 @@ def test_weight_version_counts_up_and_reaches_the_engine(results: list[dict[str,
 
 def test_a_dead_engine_is_an_error_on_every_rank(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert "http://127.0.0.1:9" in result["dead engine"] and "failed" in result["dead engine"]
-    assert results[0]["version after failure"] == 3
+        assert set(result["refused"]) == {"broadcast", "ipc"}
+        assert all("http://127.0.0.1:9" in text and "failed" in text for text in result["refused"].values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -10,10 +12,13 @@ from slime_retool.config import Config
 from slime_retool.engine.process import ServerError, free_ports
 from slime_retool.types import RolloutBatch
 
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
 
 def _address(config: Config) -> str:
     """Where other processes of the run reach this one: never beyond the host when the run has only one."""
-    return ray.util.get_node_ip_address() if config.actor_num_nodes > 1 else "127.0.0.1"
+    elsewhere = any(urlsplit(url).hostname not in LOCAL for url in config.rollout_external_urls)
+    return ray.util.get_node_ip_address() if config.actor_num_nodes > 1 or elsewhere else "127.0.0.1"
 
 
 @ray.remote(num_cpus=0)
@@ -24,6 +29,7 @@ class TrainerActor:
         self._config, self._rank = config, rank
         self._trainer: Any = None
         self._sync: Any = None
+        self._memory: Any = None
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and port at which rank 0 waits for the others."""
@@ -43,7 +49,23 @@ class TrainerActor:
             master_addr=master_addr,
             master_port=master_port,
         )
-        return self._trainer.load()
+        state = self._trainer.load()
+        if self._config.offloads_train:
+            from slime_retool.trainer.offload import TrainerMemory
+
+            self._memory = TrainerMemory(self._trainer)
+            self._memory.offload()
+        return state
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Leave the device; does nothing without --offload-train."""
+        if self._memory is not None:
+            self._memory.offload(keep_weights=keep_weights)
+
+    def reload(self) -> None:
+        """Take the device again."""
+        if self._memory is not None:
+            self._memory.reload()
 
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
         return self._trainer.train(batch, rollout_id)
@@ -54,14 +76,15 @@ class TrainerActor:
         workers = self._config.rollout_num_gpus_per_engine if self._config.on_cuda else 1
         self._sync = WeightSync(self._trainer, urls, host=_address(self._config), gpus_per_engine=workers)
 
-    def update_weights(self) -> int:
-        return self._sync.update()
+    def update_weights(self, *, resume: bool = True) -> int:
+        return self._sync.update(resume=resume)
 
     def weight_checksums(self) -> dict[str, str]:
         return self._sync.weight_checksums()
 
     def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        self._trainer.save(rollout_id, extra)
+        with self._memory.present() if self._memory is not None else nullcontext():
+            self._trainer.save(rollout_id, extra)
 
     def shutdown(self) -> None:
         if self._sync is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 from slime_retool.cluster.actors import EngineActor, TrainerActor
 from slime_retool.cluster.placement import Placement, place
 from slime_retool.config import Config
+from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
 from slime_retool.types import RolloutBatch
@@ -40,6 +42,7 @@ class Cluster:
         self._placement: Placement | None = None
         self._trainers: list[Any] = []
         self._engines: list[Any] = []
+        self._admins: list[EngineAdmin] = []
         self._router: RouterProcess | None = None
         self._owns_ray = False
 
@@ -84,7 +87,7 @@ class Cluster:
         """Start every engine, at once. Returns their URLs (or those of the external ones)."""
         assert self._placement is not None
         if self._config.rollout_external_urls:
-            return list(self._config.rollout_external_urls)
+            return self._know(self._config.rollout_external_urls)
         for index, slots in enumerate(self._placement.engines):
             options: dict[str, Any] = {}
             if slots:
@@ -92,7 +95,11 @@ class Cluster:
                 options = {"num_gpus": 0.01, "scheduling_strategy": self._placement.strategy(slots[0])}
             gpus = [slot.gpu for slot in slots] or None
             self._engines.append(EngineActor.options(**options).remote(self._config, index, gpus))
-        return _get([actor.start.remote() for actor in self._engines])
+        return self._know(_get([actor.start.remote() for actor in self._engines]))
+
+    def _know(self, urls: Sequence[str]) -> list[str]:
+        self._admins = [EngineAdmin(url, timeout=self._config.distributed_timeout_minutes * 60) for url in urls]
+        return list(urls)
 
     def start_router(self, urls: list[str]) -> str:
         """Start the router in front of `urls`. Returns its URL."""
@@ -109,9 +116,46 @@ class Cluster:
         """Let the trainer's source rank know where its weights go."""
         _get([actor.connect_engines.remote(urls) for actor in self._trainers])
 
+    # One set of GPUs, in turns: begin_training, train, begin_update, update_weights, begin_generation. What leaves the
+    # device and when is decided by --offload-train and --offload-rollout; without them these calls do nothing.
+
+    def begin_training(self) -> None:
+        """Engines give back their memory, trainers take theirs."""
+        self._release_engines("weights", "kv_cache")
+        if self._config.offloads_train:
+            _get([actor.reload.remote() for actor in self._trainers])
+
+    def begin_update(self) -> None:
+        """Trainers keep only their weights, engines take room for theirs."""
+        if self._config.offloads_train:
+            _get([actor.offload.remote(keep_weights=True) for actor in self._trainers])
+        self._resume_engines("weights")
+
     def update_weights(self) -> int:
-        """Send the trainer's weights into every engine. Returns the new weight version."""
-        return _get([actor.update_weights.remote() for actor in self._trainers])[0]
+        """Send the trainer's weights into every engine. Returns the new weight version.
+
+        With --offload-rollout the engines stay paused until `begin_generation`.
+        """
+        resume = not self._config.offloads_rollout
+        return _get([actor.update_weights.remote(resume=resume) for actor in self._trainers])[0]
+
+    def begin_generation(self) -> None:
+        """Trainers leave, engines take room for their cache and go on."""
+        if self._config.offloads_train:
+            _get([actor.offload.remote() for actor in self._trainers])
+        self._resume_engines("kv_cache")
+        if self._config.offloads_rollout:
+            every_engine(self._admins, lambda engine: engine.resume())
+
+    def _release_engines(self, *tags: MemoryTag) -> None:
+        if self._config.offloads_rollout:
+            every_engine(self._admins, lambda engine: engine.pause())
+            every_engine(self._admins, lambda engine: engine.flush_cache())
+            every_engine(self._admins, lambda engine: engine.release_memory(tags))
+
+    def _resume_engines(self, *tags: MemoryTag) -> None:
+        if self._config.offloads_rollout:
+            every_engine(self._admins, lambda engine: engine.resume_memory(tags))
 
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
         """One rollout's optimizer steps on all ranks."""
@@ -123,8 +167,16 @@ class Cluster:
         return _get([actor.weight_checksums.remote() for actor in self._trainers])[0]
 
     def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it."""
+        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it.
+
+        Trainers that left their device come back to it meanwhile, in the room of the engines' cache.
+        """
+        makes_room = self._config.offloads_train and bool(self._admins)
+        if makes_room:
+            self._release_engines("kv_cache")
         _get([actor.save.remote(rollout_id, extra) for actor in self._trainers])
+        if makes_room:
+            self.begin_generation()
 
     def close(self) -> None:
         """End everything this object started; never raises, so that the error which led here is the one seen."""

@@ -74,6 +74,27 @@ class Config(
         return gpus // self.rollout_num_gpus_per_engine
 
     @property
+    def weight_transport(self) -> str:
+        """`update_weight_transport` with "auto" settled."""
+        if self.update_weight_transport != "auto":
+            return self.update_weight_transport
+        return "ipc" if self.colocate else "broadcast"
+
+    @property
+    def offloads_train(self) -> bool:
+        """Whether the trainer leaves its device while engines generate."""
+        if self.debug_rollout_only or not self.num_engines:
+            return False
+        return self.colocate and self.on_cuda if self.offload_train is None else self.offload_train
+
+    @property
+    def offloads_rollout(self) -> bool:
+        """Whether engines give back their memory while the trainer works."""
+        if self.debug_rollout_only or not self.num_engines:
+            return False
+        return self.colocate and self.on_cuda if self.offload_rollout is None else self.offload_rollout
+
+    @property
     def eval_sets(self) -> list[tuple[str, str]]:
         """(name, file) of each evaluation set."""
         return list(zip(self.eval_prompt_data[::2], self.eval_prompt_data[1::2], strict=True))

@@ -23,6 +23,30 @@ class ClusterArgs:
     )
     rollout_num_gpus_per_engine: int = flag(1, help="GPUs (tensor-parallel size) of one SGLang engine.")
     colocate: bool = flag(False, help="Train and generate on the same devices, in turns.")
+    offload_train: bool | None = flag(
+        None,
+        help="Move weights, gradients and optimizer state to the host while engines generate (default: with "
+        "--colocate on GPUs).",
+    )
+    offload_rollout: bool | None = flag(
+        None,
+        help="Give back the engines' weights and KV cache while the trainer works (default: with --colocate on GPUs).",
+    )
+    update_weight_transport: str = flag(
+        "auto",
+        choices=("auto", "ipc", "broadcast", "disk"),
+        help="How new weights reach the engines. auto: ipc with "
+        "--colocate, else broadcast (NCCL, gloo on the CPU). disk: through files, for engines that can join no group.",
+    )
+    update_weight_buffer_size: int = flag(
+        512 * 2**20, help="Bytes of one bucket of a weight update; two are in memory during one."
+    )
+    update_weight_disk_dir: str | None = flag(
+        None,
+        metavar="DIR",
+        help="Folder of the disk transport, under the same path for the engines (default: memory "
+        "of this host, else --output-dir).",
+    )
     ray_address: str | None = flag(
         None, help="Join this Ray cluster ('auto' finds a running one); without it a private one is started and ended."
     )

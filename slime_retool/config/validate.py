@@ -344,6 +344,25 @@ def _check_engines(config: Config) -> None:
             f"--rollout-num-gpus-per-engine {per_engine} does not divide the {total} GPUs used for generation; "
             f"the nearest size that does is {nearest_divisor(total, per_engine)}"
         )
+    transport = config.weight_transport
+    if config.colocate:
+        _require(
+            not config.rollout_external_urls,
+            "--colocate starts engines on the trainer's GPUs; it cannot be combined with --rollout-external-urls",
+        )
+        _require(
+            total <= config.world_size,
+            f"--colocate: {total} GPUs for generation (--rollout-num-gpus) are more than the {config.world_size} "
+            "training GPUs they share",
+        )
+        _require(
+            transport != "broadcast" or not config.on_cuda,
+            "--update-weight-transport broadcast cannot join two processes of one GPU; with --colocate use ipc or disk",
+        )
+    else:
+        _require(transport != "ipc", "--update-weight-transport ipc needs --colocate; engines elsewhere take broadcast")
+    size = config.update_weight_buffer_size
+    _require(size >= 1, f"--update-weight-buffer-size must be at least 1 byte, got {size}")
     fraction = config.sglang_mem_fraction_static
     _require(
         fraction is None or 0 < fraction < 1, f"--sglang-mem-fraction-static must be between 0 and 1, got {fraction}"

@@ -2,7 +2,11 @@
 
 The order of a weight update (each step for every engine before the next):
 
-    pause()  ->  flush_cache()  ->  update_weights_from_distributed(...) per bucket  ->  flush_cache()  ->  resume()
+    pause()  ->  flush_cache()  ->  update_weights_from_*(...) per bucket  ->  set_weight_version()  ->  flush_cache()
+    ->  resume()
+
+Between generating and training on the same GPUs: pause(), flush_cache(), release_memory(tags), and back with
+resume_memory(tags), resume().
 
 SGLang flushes its cache by itself after an update, but asserts that this works, and a failed assertion ends the
 server; so updates are sent with `flush_cache: false` and flushing is a step of its own that reports an error.
@@ -16,11 +20,16 @@ import pickle
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
 from pathlib import Path
 from typing import Any, Literal
 
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.errors import WeightUpdateError
+
+MemoryTag = Literal["weights", "kv_cache"]
 
 # Engines are reached directly, whatever proxy the environment names.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -101,20 +110,46 @@ class EngineAdmin:
         dtypes: list[str],
         shapes: list[list[int]],
         group_name: str = "slime_retool",
-        weight_version: int | None = None,
+        *,
+        load_format: str | None = None,
     ) -> None:
         """Receive tensors with Hugging Face names, broadcast by rank 0 in this order.
 
-        `dtypes` are torch's names ("float32", "bfloat16"). Blocks until they are loaded; the sender broadcasts
-        at the same time, from another thread. `weight_version` is given with the last bucket only. The cache is
-        not flushed: call `flush_cache`.
+        `dtypes` are torch's names ("float32", "bfloat16"). With `load_format` "flattened_bucket" all of them come in
+        one broadcast of bytes. Blocks until they are loaded; the sender broadcasts at the same time, from another
+        thread. The cache is not flushed: call `flush_cache`.
         """
         body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "flush_cache": False}
-        self._post("/update_weights_from_distributed", body | _version(weight_version))
+        self._post("/update_weights_from_distributed", body | {"load_format": load_format})
 
-    def update_weights_from_disk(self, path: str, weight_version: int | None = None) -> None:
+    def update_weights_from_tensor(self, payloads: list[str], *, load_format: str | None = None) -> None:
+        """Load tensors of another process on the engine's own devices.
+
+        `payloads` has one base64 pickle for each tensor-parallel worker (`trainer.weight_sync.ipc.payload`). Returns
+        when they are loaded. The cache is not flushed: call `flush_cache`.
+        """
+        body = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
+        self._post("/update_weights_from_tensor", body)
+
+    def update_weights_from_disk(self, path: str) -> None:
         """Load a Hugging Face checkpoint folder. The cache is not flushed: call `flush_cache`."""
-        self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False} | _version(weight_version))
+        self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+
+    def set_weight_version(self, version: int) -> None:
+        """The version that completions report from now on."""
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Give back the device memory of these parts; what it held is lost.
+
+        The engine must be paused and its cache flushed: SGLang ends itself when a request is running. Without
+        --enable-memory-saver the memory stays where it is.
+        """
+        self._post("/release_memory_occupation", {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Take the memory of released parts back. Weights are undefined until they are sent anew."""
+        self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     def destroy_weights_update_group(self, group_name: str = "slime_retool") -> None:
         """Leave the group that `init_weights_update_group` joined."""
@@ -129,8 +164,7 @@ class EngineAdmin:
         with tempfile.TemporaryDirectory(prefix="slime-retool-checksums-") as folder:
             path = Path(folder) / "checksums.json"
             payload = base64.b64encode(pickle.dumps([(str(path), _EmptyTensor())])).decode()
-            body = {"serialized_named_tensors": [payload], "load_format": REPORT_LOADER, "flush_cache": False}
-            self._post("/update_weights_from_tensor", body)
+            self.update_weights_from_tensor([payload], load_format=REPORT_LOADER)
             answer = json.loads(path.read_text())
         if "error" in answer:
             raise WeightUpdateError(f"{self.url} could not compute checksums: {answer['error']}")
@@ -164,6 +198,35 @@ class EngineAdmin:
             raise WeightUpdateError(f"{self.url}{path} cannot be reached: {error}") from error
 
 
+def every_engine(
+    engines: Sequence[EngineAdmin],
+    call: Callable[[EngineAdmin], None],
+    meanwhile: Callable[[list[Future[None]]], None] | None = None,
+) -> None:
+    """Call all engines at once, and `meanwhile(futures)` on this thread; raises the first engine's error."""
+    pool = ThreadPoolExecutor(len(engines), thread_name_prefix="engine-admin")
+    futures = [pool.submit(call, engine) for engine in engines]
+    try:
+        if meanwhile is not None:
+            try:
+                meanwhile(futures)
+            except Exception:
+                # An engine's own words say more than the broken connection that follows from them.
+                wait_futures(futures, timeout=5)
+                raise_first(futures)
+                raise
+        for future in futures:
+            future.result()
+    finally:
+        pool.shutdown(wait=False)
+
+
+def raise_first(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()
+
+
 class _EmptyTensor:
     """Arrives as an empty tensor: SGLang moves every value to its device before it calls the loader.
 
@@ -175,10 +238,6 @@ class _EmptyTensor:
         import torch
 
         return torch.Tensor, ()
-
-
-def _version(weight_version: int | None) -> dict[str, str]:
-    return {} if weight_version is None else {"weight_version": str(weight_version)}
 
 
 def _message(text: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import slime_retool
@@ -54,17 +54,57 @@ OWNED_FLAGS = {
 }
 
 
-def server_flags(config: Config, *, model_path: str, rank: int = 0) -> Flags:
-    """Flags of `sglang.launch_server` except host and port.
+PARSE = """
+import argparse, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser(prog="sglang.launch_server", allow_abbrev=False)
+ServerArgs.add_cli_args(parser)
+parser.parse_args(sys.argv[1:])
+"""
+PARSE_TIMEOUT = 180.0
 
-    Undeclared `--sglang-*` flags replace our defaults; one that collides with a value of the run (`OWNED_FLAGS`)
-    raises ConfigError.
+
+def check_server_flags(config: Config) -> None:
+    """Refuse, before anything starts, undeclared `--sglang-*` flags that no engine could be started with.
+
+    Raises ConfigError for one that collides with a value of the run (`OWNED_FLAGS`), and for names and values that
+    SGLang's own parser does not take. The latter imports SGLang in a process of its own (about ten seconds), and only
+    when there are such flags.
     """
+    _check_owned(config)
+    given = config.sglang_server_flags
+    if not given or config.rollout_external_urls or config.num_engines == 0:
+        return
+    words = [word for name, values in given.items() for word in (name, *values)]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PARSE, "--model-path", "none", *words],
+            env=server_environment(config, None),
+            capture_output=True,
+            text=True,
+            timeout=PARSE_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"SGLang did not check its --sglang-* flags within {PARSE_TIMEOUT:g} s") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise ConfigError(f"SGLang refuses the --sglang-* flags {' '.join(words)}: {lines[-1]}")
+
+
+def _check_owned(config: Config) -> None:
     for name in config.sglang_server_flags:
         if name in OWNED_FLAGS:
             raise ConfigError(
                 f"--sglang-{name.removeprefix('--')} cannot be passed through: {name} is set from {OWNED_FLAGS[name]}"
             )
+
+
+def server_flags(config: Config, *, model_path: str, rank: int = 0) -> Flags:
+    """Flags of `sglang.launch_server` except host and port; undeclared `--sglang-*` flags replace our defaults.
+
+    ConfigError for an undeclared flag that collides with a value of the run.
+    """
+    _check_owned(config)
     flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)
     flags |= config.sglang_server_flags
     flags |= {
@@ -74,6 +114,8 @@ def server_flags(config: Config, *, model_path: str, rank: int = 0) -> Flags:
         "--weight-version": ["0"],
         "--custom-weight-loader": [REPORT_LOADER],
     }
+    if config.offloads_rollout and config.on_cuda:
+        flags["--enable-memory-saver"] = []
     if config.sglang_mem_fraction_static is not None:
         flags["--mem-fraction-static"] = [str(config.sglang_mem_fraction_static)]
     if config.rollout_max_context_len is not None:
@@ -154,40 +196,6 @@ class EngineProcess(Server):
     def admin(self, *, timeout: float = 300.0) -> EngineAdmin:
         """A client of the control endpoints."""
         return EngineAdmin(self.url, timeout=timeout)
-
-
-def start_engines(
-    config: Config,
-    *,
-    model_path: str | None = None,
-    devices: Sequence[Sequence[int]] | None = None,
-    host: str = "127.0.0.1",
-) -> list[EngineProcess]:
-    """Start `config.num_engines` engines at the same time; `devices[i]` are engine i's GPUs.
-
-    When one fails the others are ended and its error is raised.
-    """
-    count = config.num_engines
-    if devices is not None and len(devices) != count:
-        raise ConfigError(f"{count} engines need {count} device lists, got {len(devices)}")
-
-    def start(rank: int) -> EngineProcess:
-        own = None if devices is None else devices[rank]
-        return EngineProcess(config, model_path=model_path, rank=rank, devices=own, host=host)
-
-    with ThreadPoolExecutor(max_workers=max(1, count)) as pool:
-        futures = [pool.submit(start, rank) for rank in range(count)]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        stop_all([future.result() for future in futures if future.exception() is None])
-        raise errors[0]
-    return [future.result() for future in futures]
-
-
-def stop_all(processes: Sequence[EngineProcess]) -> None:
-    """End several engines at the same time."""
-    with ThreadPoolExecutor(max_workers=max(1, len(processes))) as pool:
-        list(pool.map(lambda process: process.stop(), processes))
 
 
 def _command(flags: Flags) -> list[str]:

@@ -1,0 +1,48 @@
+"""One result file per measured figure: ``<out_dir>/<metric>.json``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import shlex
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+PACKAGES = ("torch", "megatron-core", "sglang", "transformer-engine")
+
+
+def write_result(metric: str, value: float, unit: str, *, out_dir: Path) -> Path:
+    """Write ``{metric, value, unit, card, versions, command, date}`` and return its path.
+
+    ``card`` is the name of the first CUDA device or ``"cpu"``, ``versions`` holds the packages that are installed,
+    ``date`` is UTC (ISO 8601). A value that is not finite is refused (ValueError): a failed run has no figure.
+    """
+    if not math.isfinite(value):
+        raise ValueError(f"the figure {metric} is {value}; only a finite number is a result")
+    import torch
+
+    record = {
+        "metric": metric,
+        "value": value,
+        "unit": unit,
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": _versions(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    out_dir.mkdir(parents=True, exist_ok=True)
+    path = out_dir / f"{metric}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

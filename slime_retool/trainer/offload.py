@@ -1,0 +1,201 @@
+"""Trainer memory given back to the engines of the same GPUs, and taken again.
+
+What a trainer holds falls into three parts, found anew each time:
+
+    weights   parameters and buffers of the module         kept on the host while away
+    state     fp32 main weights, Adam's moments            kept on the host while away
+    grads     gradient buffers                             dropped: they are zeroed before every use
+
+Tensors stay the same objects: only their storages shrink to nothing and grow again, so that every view that Megatron
+keeps (parameters are views into a buffer, main gradients into another) is right again after `reload`. Host memory is
+page-locked on GPU machines, for copies at the speed of the bus, and stays allocated for the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 2**30
+"""Host memory comes in pieces of this size: torch rounds page-locked allocations up to a power of two."""
+
+
+class HostMemory:
+    """Room on the host that grows as needed; contents are put one after the other."""
+
+    def __init__(self, *, pinned: bool, slab_bytes: int = SLAB_BYTES) -> None:
+        self._pinned, self._slab_bytes = pinned, slab_bytes
+        self._slabs: list[Tensor] = []
+
+    def pieces(self, sizes: Iterable[int]) -> Iterator[list[Tensor]]:
+        """For contents of these sizes, in order, the host pieces [uint8] that hold each."""
+        slab, used = 0, 0
+        for size in sizes:
+            parts: list[Tensor] = []
+            while size > 0:
+                if slab == len(self._slabs):
+                    self._slabs.append(torch.empty(self._slab_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+                take = min(size, self._slab_bytes - used)
+                parts.append(self._slabs[slab][used : used + take])
+                used, size = used + take, size - take
+                if used == self._slab_bytes:
+                    slab, used = slab + 1, 0
+            yield parts
+
+
+class Offloadable:
+    """The storages behind a set of tensors, which can leave their device."""
+
+    def __init__(self, find: Callable[[], Iterable[Tensor]], host: HostMemory | None, device: torch.device) -> None:
+        """`find` names the tensors at the moment of offloading; without `host` their contents are dropped."""
+        self._find, self._host, self._device = find, host, device
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+
+    @property
+    def is_away(self) -> bool:
+        return bool(self._away)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device now."""
+        return sum(storage.nbytes() for storage in self._storages())
+
+    def offload(self) -> None:
+        """Move to the host; does nothing when already there."""
+        if self._away:
+            return
+        storages = self._storages()
+        sizes = [storage.nbytes() for storage in storages]
+        if self._host is not None:
+            for storage, parts in zip(storages, self._host.pieces(sizes), strict=True):
+                for part, here in zip(parts, _split(storage, parts), strict=True):
+                    part.copy_(here, non_blocking=True)
+            self._synchronize()
+        for storage in storages:
+            storage.resize_(0)
+        self._away = list(zip(storages, sizes, strict=True))
+
+    def reload(self) -> None:
+        """Back to the device; does nothing when already there. Dropped contents come back as zeros."""
+        for storage, size in self._away:
+            storage.resize_(size)
+        if self._host is None:
+            for storage, _ in self._away:
+                _bytes(storage).zero_()
+        else:
+            for (storage, _), parts in zip(self._away, self._host.pieces(size for _, size in self._away), strict=True):
+                for part, here in zip(parts, _split(storage, parts), strict=True):
+                    here.copy_(part, non_blocking=True)
+        self._synchronize()
+        self._away = []
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Each storage once; what already lives elsewhere (an optimizer on the host) is left alone."""
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in self._find():
+            storage = tensor.untyped_storage()
+            if tensor.device == self._device and storage.nbytes():
+                found.setdefault(storage.data_ptr(), storage)
+        return list(found.values())
+
+
+class TrainerMemory:
+    """Everything a trainer keeps on its device between calls."""
+
+    def __init__(self, trainer: Any, *, slab_bytes: int = SLAB_BYTES) -> None:
+        self._trainer = trainer
+        pinned = trainer.device.type == "cuda"
+
+        def part(find: Callable[[], Iterable[Tensor]], *, keep: bool) -> Offloadable:
+            host = HostMemory(pinned=pinned, slab_bytes=slab_bytes) if keep else None
+            return Offloadable(find, host, trainer.device)
+
+        self._weights = part(self._find_weights, keep=True)
+        self._state = part(self._find_state, keep=True)
+        self._grads = part(self._find_grads, keep=False)
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Leave the device, but for the weights where an update still sends them."""
+        self._state.offload()
+        self._grads.offload()
+        if not keep_weights:
+            self._weights.offload()
+        _give_back(self._trainer.device)
+
+    def reload(self) -> None:
+        """Take the device again."""
+        for part in (self._weights, self._grads, self._state):
+            part.reload()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Inside, everything is on the device; afterwards where it was."""
+        parts = (self._weights, self._grads, self._state)
+        away = [part for part in parts if part.is_away]
+        try:
+            for part in away:
+                part.reload()
+            yield
+        finally:
+            for part in away:
+                part.offload()
+            if away:
+                _give_back(self._trainer.device)
+
+    def report(self) -> dict[str, int]:
+        """Bytes of each part on the device now."""
+        return {"weights": self._weights.nbytes, "state": self._state.nbytes, "grads": self._grads.nbytes}
+
+    def _find_weights(self) -> Iterator[Tensor]:
+        module = self._trainer.module
+        yield from module.parameters()
+        yield from module.buffers()
+
+    def _find_state(self) -> Iterator[Tensor]:
+        # Where the optimizer works on the parameters themselves (fp32), those are weights, not state.
+        weights = {tensor.untyped_storage().data_ptr() for tensor in self._find_weights()}
+        for tensor in _optimizer_tensors(self._trainer.optimizer):
+            if tensor.untyped_storage().data_ptr() not in weights:
+                yield tensor
+
+    def _find_grads(self) -> Iterator[Tensor]:
+        for parameter in self._trainer.module.parameters():
+            if parameter.requires_grad:
+                yield parameter.main_grad
+            if parameter.grad is not None:
+                yield parameter.grad
+        for part in self._trainer.optimizer.chained_optimizers:
+            for group in part.param_groups:
+                yield from (p.grad for p in group["params"] if p.grad is not None)
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Main weights and moments of all parts of a Megatron optimizer."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """A view of the whole storage [nbytes] (uint8)."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _split(storage: torch.UntypedStorage, parts: list[Tensor]) -> tuple[Tensor, ...]:
+    return _bytes(storage).split([len(part) for part in parts])
+
+
+def _give_back(device: torch.device) -> None:
+    """Freed memory goes from torch's cache to whoever else is on the card."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

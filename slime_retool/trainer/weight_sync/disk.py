@@ -1,0 +1,77 @@
+"""Engines that no group and no card is shared with read a safetensors folder.
+
+It is written to --update-weight-disk-dir, which the engines must see under the same path; without it to memory
+(/dev/shm) where the weights fit, else to --output-dir: both need engines on this host.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime_retool.engine.admin import every_engine
+from slime_retool.trainer.gather import hf_named_tensors
+from slime_retool.trainer.weight_sync.buckets import buckets
+from slime_retool.trainer.weight_sync.transport import Peers
+
+
+class DiskTransport:
+    """`Transport` through files."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def send(self) -> None:
+        trainer = self._peers.trainer
+        tensors = hf_named_tensors(trainer.module, trainer.config)
+        try:
+            if trainer.rank == 0:
+                folder = Path(tempfile.mkdtemp(prefix="slime-retool-weights-", dir=self._root()))
+                try:
+                    folder.chmod(0o755)  # engines may run as another user
+                    self._write(tensors, folder)
+                    every_engine(self._peers.engines, lambda engine: engine.update_weights_from_disk(str(folder)))
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            for _ in tensors:  # the other ranks' part; on rank 0 after a failure, what they still send
+                pass
+
+    def reset(self) -> None:
+        """There are no connections."""
+
+    def close(self) -> None:
+        """There are no connections."""
+
+    def _write(self, tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        config = self._peers.trainer.config
+        weight_map: dict[str, str] = {}
+        # Files are written from host memory, so that is where the buckets are.
+        buffer = torch.empty(self._peers.bucket_bytes, dtype=torch.uint8)
+        for number, bucket in enumerate(buckets(tensors, [buffer])):
+            file = f"model-{number:05d}.safetensors"
+            save_file(dict(bucket.tensors()), folder / file, metadata={"format": "pt"})
+            weight_map |= {name: file for name in bucket.names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        if config.hf_checkpoint is not None:
+            shutil.copy(Path(config.hf_checkpoint) / "config.json", folder)
+
+    def _root(self) -> str:
+        config, module = self._peers.trainer.config, self._peers.trainer.module
+        if config.update_weight_disk_dir is not None:
+            root = config.update_weight_disk_dir
+        else:
+            needed = sum(p.nbytes for p in module.parameters()) * config.model_parallel_size
+            memory = Path("/dev/shm")
+            fits = memory.is_dir() and shutil.disk_usage(memory).free > 2 * needed
+            root = str(memory) if fits else config.output_dir
+        Path(root).mkdir(parents=True, exist_ok=True)
+        return root

@@ -1,0 +1,127 @@
+"""One weight update: pause, flush, send, count, resume, with every rank knowing how each step went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from slime_retool.engine.admin import EngineAdmin, every_engine
+from slime_retool.engine.checksum import tensor_checksum
+from slime_retool.errors import WeightUpdateError
+from slime_retool.trainer.core import Trainer
+from slime_retool.trainer.gather import hf_named_tensors
+from slime_retool.trainer.weight_sync.broadcast import BroadcastTransport
+from slime_retool.trainer.weight_sync.disk import DiskTransport
+from slime_retool.trainer.weight_sync.ipc import IpcTransport
+from slime_retool.trainer.weight_sync.transport import Peers, Transport
+
+TRANSPORTS: dict[str, Callable[[Peers], Transport]] = {
+    "ipc": IpcTransport,
+    "broadcast": BroadcastTransport,
+    "disk": DiskTransport,
+}
+
+
+class WeightSync:
+    """Sends the trainer's weights to engines. One object per training process; everything is collective."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine_urls: Sequence[str],
+        *,
+        host: str = "127.0.0.1",
+        gpus_per_engine: int = 1,
+        transport: str | None = None,
+        bucket_bytes: int | None = None,
+        timeout: float | None = None,
+        weight_version: int = 0,
+    ) -> None:
+        """
+        Args:
+            host: address of global rank 0 as the engines reach it.
+            gpus_per_engine: workers (tensor-parallel size) of each engine.
+            transport: "ipc", "broadcast" or "disk"; default --update-weight-transport.
+            bucket_bytes: default --update-weight-buffer-size; a bucket holds at least the largest tensor.
+            timeout: seconds any one step may take; default --distributed-timeout-minutes.
+            weight_version: what the engines hold now.
+        """
+        config = trainer.config
+        self.weight_version = weight_version
+        self._trainer = trainer
+        largest = torch.tensor(
+            max(parameter.nbytes for parameter in trainer.module.parameters()) * trainer.tp_size,
+            dtype=torch.int64, device=trainer.device,
+        )  # fmt: skip
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        self._peers = Peers(
+            trainer=trainer,
+            engines=[],
+            workers=gpus_per_engine,
+            host=host,
+            bucket_bytes=max(bucket_bytes or config.update_weight_buffer_size, int(largest)),
+            timeout=timeout or config.distributed_timeout_minutes * 60,
+        )
+        self._transport = TRANSPORTS[transport or config.weight_transport](self._peers)
+        self.set_engines(engine_urls)
+
+    def set_engines(self, engine_urls: Sequence[str]) -> None:
+        """Take another set of engines (after a restart); connections are made anew at the next update."""
+        self._peers.engines = [EngineAdmin(url, timeout=self._peers.timeout) for url in engine_urls]
+        self._transport.reset()
+
+    def update(self, *, resume: bool = True) -> int:
+        """Send all weights to all engines; returns the new weight version. Collective.
+
+        The engines stay paused without `resume` (their memory is not all there yet). Raises WeightUpdateError on
+        every rank when any engine refused or a step took too long.
+        """
+        version, engines = self.weight_version + 1, self._peers.engines
+        leads = self._trainer.rank == 0
+
+        def pause() -> None:
+            if not engines:
+                raise WeightUpdateError("there is no engine to send weights to")
+            every_engine(engines, lambda engine: engine.pause())
+            every_engine(engines, lambda engine: engine.flush_cache())
+
+        def finish() -> None:
+            every_engine(engines, lambda engine: engine.set_weight_version(version))
+            every_engine(engines, lambda engine: engine.flush_cache())
+            if resume:
+                every_engine(engines, lambda engine: engine.resume())
+
+        self._together(version, pause if leads else None)
+        self._together(version, self._transport.send)
+        self._together(version, finish if leads else None)
+        self.weight_version = version
+        return version
+
+    def _together(self, version: int, step: Callable[[], None] | None) -> None:
+        """Run this rank's part of a step; raises on every rank when any rank's part failed."""
+        problem: str | None = None
+        try:
+            if step is not None:
+                step()
+        except Exception as error:  # told to every rank below
+            problem = str(error) if isinstance(error, WeightUpdateError) else f"{type(error).__name__}: {error}"
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        first = next((p for p in problems if p is not None), None)
+        if first is not None:
+            self._transport.reset()
+            raise WeightUpdateError(f"weight update {version} failed: {first}")
+
+    def weight_checksums(self) -> dict[str, str]:
+        """{HF name: SHA-256} of the trainer's weights on global rank 0, {} elsewhere. Collective.
+
+        Comparable with `EngineAdmin.weight_checksums` when the engine holds the trainer's dtype.
+        """
+        tensors = hf_named_tensors(self._trainer.module, self._trainer.config)
+        return {name: tensor_checksum(tensor) for name, tensor in tensors}
+
+    def close(self) -> None:
+        """Give up connections to the engines. Errors are ignored: engines may be gone already."""
+        self._transport.close()

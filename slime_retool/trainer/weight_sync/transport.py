@@ -1,0 +1,76 @@
+"""What the transports share: their interface, whom they talk to, and waiting for a peer that may have given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from slime_retool.engine.admin import EngineAdmin, raise_first
+from slime_retool.trainer.core import Trainer
+
+R = TypeVar("R")
+FLATTENED = "flattened_bucket"
+"""SGLang's load format for one byte tensor that holds many weights."""
+
+
+@dataclass(slots=True)
+class Peers:
+    """Both sides of an update.
+
+    workers: processes of one engine (its tensor-parallel size).
+    host: address of global rank 0 as the engines reach it.
+    bucket_bytes: bytes of one bucket, at least those of the largest whole tensor.
+    timeout: seconds that one step may take.
+    """
+
+    trainer: Trainer
+    engines: list[EngineAdmin]
+    workers: int
+    host: str
+    bucket_bytes: int
+    timeout: float
+
+
+class Transport(Protocol):
+    """One way for weights to reach engines that are paused."""
+
+    def send(self) -> None:
+        """Send all weights. Collective: every rank calls; whichever rank sees a failure raises, after its part."""
+        ...
+
+    def reset(self) -> None:
+        """Forget connections, after a failure or because the engines are others now."""
+        ...
+
+    def close(self) -> None:
+        """Give up connections in an orderly way; never raises for an engine that is gone."""
+        ...
+
+
+def unless_refused(call: Callable[[], R], futures: Sequence[Future[None]]) -> R:
+    """The result of `call`, or the first engine's error as soon as there is one.
+
+    `call` runs in a daemon thread: once an engine has refused, nothing but its own timeout would end it.
+    """
+    result: Future[R] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread starts on device 0
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="weight-sync").start()
+    while not result.done():
+        raise_first(futures)
+        time.sleep(0.0005)
+    return result.result()
