@@ -14,7 +14,8 @@ and the time includes the start of the process (Python and torch). `convert_rati
 over the copy's median. What `back` wrote is compared with the original, byte by byte.
 
 Peak memory is the converting process's resident maximum (getrusage: Python, torch and mapped files included), to be
-compared with 1.3 times the largest file plus one layer.
+compared with 1.3 times the largest file plus one layer. A child's maximum starts at its parent's, which therefore
+imports no torch while it measures.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.results import write_result
-from benchmarks.shapes import ROOT, SHARD_BYTES, model_args, model_flags, tensor_shapes, write_checkpoint
+from benchmarks.shapes import ROOT, SHARD_BYTES, make_checkpoint, model_args, model_flags, tensor_shapes
 
 
 def drop_cache(folder: Path) -> None:
@@ -83,7 +84,7 @@ def memory_bound(name: str, largest_file: int) -> int:
 
 def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     hf, copy, torch_dist, back = (work / name for name in ("hf", "copy", "torch_dist", "back"))
-    write_checkpoint(hf, args.model, shard_bytes=args.shard_bytes)
+    make_checkpoint(hf, args.model, shard_bytes=args.shard_bytes)
     tools = [sys.executable, str(ROOT / "tools" / "convert_hf_to_torch_dist.py")]
     back_tool = [sys.executable, str(ROOT / "tools" / "convert_torch_dist_to_hf.py")]
     steps: dict[str, Callable[[], tuple[float, int]]] = {

@@ -1,11 +1,15 @@
 """Checkpoints of a model's shape with random weights, for benchmarks: they cost nothing to ship and run as trained ones.
 
+    python benchmarks/shapes.py --model qwen3-4B --output DIR
+
 `--model` of every benchmark is a file of scripts/models, or `tiny`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -118,8 +122,6 @@ def tensor_shapes(model: ModelArgs) -> dict[str, tuple[int, ...]]:
 
 def split_shards(shapes: dict[str, tuple[int, ...]], shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
     """The tensors in order, in groups of at most `shard_bytes` at two bytes a value."""
-    import math
-
     shards: list[dict[str, tuple[int, ...]]] = []
     room = 0
     for name, shape in shapes.items():
@@ -132,8 +134,27 @@ def split_shards(shapes: dict[str, tuple[int, ...]], shard_bytes: int) -> list[d
     return shards
 
 
+def make_checkpoint(folder: Path, name: str, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """`write_checkpoint` in a process of its own, which leaves neither host nor GPU memory behind."""
+    options = ["--model", name, "--output", str(folder), "--shard-bytes", str(shard_bytes)]
+    subprocess.run([sys.executable, __file__, *options], check=True)
+
+
 def convert(folder: Path, save: Path, name: str) -> None:
     """HF -> torch_dist by the product's tool."""
     tool = str(ROOT / "tools" / "convert_hf_to_torch_dist.py")
     command = [sys.executable, tool, *model_flags(name), "--force", "--hf-checkpoint", str(folder), "--save", str(save)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
+    args = parser.parse_args()
+    write_checkpoint(args.output, args.model, shard_bytes=args.shard_bytes)
+
+
+if __name__ == "__main__":
+    main()
