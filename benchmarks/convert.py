@@ -1,6 +1,6 @@
 """Converting a checkpoint both ways, against copying the same bytes on the same disk. Never needs a GPU.
 
-    python benchmarks/convert.py                                # Qwen3-4B shape: 24 GB of disk, 8 GB of it at once cold
+    python benchmarks/convert.py                                # Qwen3-4B shape: 25 GB of disk
     python benchmarks/convert.py --model qwen3-0.6B --shard-bytes 400000000
 
 A checkpoint with random bf16 weights is written in several files. Then, `--repeats` times in turns:
@@ -84,7 +84,10 @@ def memory_bound(name: str, largest_file: int) -> int:
 
 def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     hf, copy, torch_dist, back = (work / name for name in ("hf", "copy", "torch_dist", "back"))
-    make_checkpoint(hf, args.model, shard_bytes=args.shard_bytes)
+    if args.checkpoint is not None:
+        hf = args.checkpoint
+    else:
+        make_checkpoint(hf, args.model, shard_bytes=args.shard_bytes)
     tools = [sys.executable, str(ROOT / "tools" / "convert_hf_to_torch_dist.py")]
     back_tool = [sys.executable, str(ROOT / "tools" / "convert_torch_dist_to_hf.py")]
     steps: dict[str, Callable[[], tuple[float, int]]] = {
@@ -102,7 +105,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     for _ in range(args.repeats):
         for name, step in steps.items():
             done[name].append(step())
-        shutil.rmtree(copy)
+            shutil.rmtree(copy, ignore_errors=True)
     files = sorted(path for path in hf.iterdir() if path.suffix == ".safetensors")
     different = [path.name for path in files if not filecmp.cmp(path, back / path.name, shallow=False)]
     assert not different, f"there and back again changed {different}"
@@ -125,6 +128,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-4B", help="a file of scripts/models (a Qwen3 shape), or tiny")
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of one file of the checkpoint")
+    parser.add_argument("--checkpoint", type=Path, help="of --model, made by benchmarks/shapes.py (default: made now)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, help="scratch folder on the disk to be measured (default: a temporary one)")
     parser.add_argument("--out-dir", type=Path, help="write convert_ratio.json here")
