@@ -131,7 +131,8 @@ class Bench:
             nonlocal generated
             ids = rng.choices(range(10, known), k=loads[index].new_prompt_tokens)
             params = {**self.params, "max_new_tokens": loads[index].generated, "ignore_eos": True}
-            generated += len((await self.engine.generate(ids, params, session=str(index))).ids)
+            completion = await self.engine.generate(ids, params, session=str(index))
+            generated += len(completion.ids)
 
         seconds = await at_once(self.args.concurrency, len(loads), one)
         assert generated == sum(load.generated for load in loads)
@@ -209,8 +210,8 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
     async def all_rounds(url: str, flush: Callable[[], None]) -> dict[str, Any]:
         async with RouterClient(url, concurrency=args.concurrency, timeout=args.timeout, retries=0) as client:
-            work = measure(Bench(args, client, tokenizer, params), flush, args.repeats)
-            return await asyncio.wait_for(work, args.timeout)
+            rounds = measure(Bench(args, client, tokenizer, params), flush, args.repeats)
+            return await asyncio.wait_for(rounds, args.timeout)
 
     devices = None if args.device == "cpu" else list(range(config.rollout_num_gpus_per_engine))
     with EngineProcess(config, devices=devices) as engine, RouterProcess(config, [engine.url]) as router:
