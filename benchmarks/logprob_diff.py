@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "entropy": statistics.fmean(column("train/entropy")),
         "reward_first_last": [rewards[0], rewards[-1]],
         "tokens_per_step": statistics.fmean(column("train/loss_tokens")),
-        "steps": [round(value, 6) for value in diffs],
+        "steps": [float(f"{value:.3g}") for value in diffs],
         "flags": args.flags,
     }
 
