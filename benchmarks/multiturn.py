@@ -111,7 +111,12 @@ class Bench:
             lengths = turn_lengths(index, args.turns, args.turn, seed)
             counts.extend(
                 await run_scripted(
-                    self.engine, self.format, self.registry, sample, self.params, lengths,
+                    self.engine,
+                    self.format,
+                    self.registry,
+                    sample,
+                    self.params,
+                    lengths,
                     max_observation_tokens=2 * args.observation,
                 )  # fmt: skip
             )

@@ -92,9 +92,24 @@ def run_rank(args: argparse.Namespace, layout: Layout) -> list[float]:
     tokens = args.max_tokens_per_gpu // (2 if layout.reordered else 1)
     config = parse_config(
         [
-            *model_flags(args.model), *layout.flags(), "--device", args.device, "--ref-load", args.checkpoint,
-            "--loss-type", "sft_loss", "--calculate-per-token-loss", "--lr", str(args.lr), "--use-dynamic-batch-size",
-            "--max-tokens-per-gpu", str(tokens), "--num-rollout", str(args.steps), "--lr-warmup-iters", "4",
+            *model_flags(args.model),
+            *layout.flags(),
+            "--device",
+            args.device,
+            "--ref-load",
+            args.checkpoint,
+            "--loss-type",
+            "sft_loss",
+            "--calculate-per-token-loss",
+            "--lr",
+            str(args.lr),
+            "--use-dynamic-batch-size",
+            "--max-tokens-per-gpu",
+            str(tokens),
+            "--num-rollout",
+            str(args.steps),
+            "--lr-warmup-iters",
+            "4",
             *args.flags,
         ]  # fmt: skip
     )
