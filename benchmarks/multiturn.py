@@ -1,7 +1,7 @@
 """Token throughput of multi-turn tool rollouts against single-turn requests of the same token counts.
 
     python benchmarks/multiturn.py --model qwen3-4B -- --sglang-attention-backend triton ...
-    python benchmarks/multiturn.py --device cpu --model tiny --samples 8 --concurrency 4 --prompt 40 --turn 12 --observation 8
+    python benchmarks/multiturn.py --device cpu --model tiny --samples 8 --concurrency 4 --prompt 40 --turn 12
 
 One SGLang engine behind the router, random weights, two kinds of load in turns (a b a b ...), after one round of each
 that is not counted; the engine's cache is emptied before every round.

@@ -1,4 +1,4 @@
-"""Run one benchmark case in processes of its own, one for each rank, with a time limit: a failing case costs no other."""
+"""Run a benchmark's case in processes of its own, one a rank, with a time limit: a failing case costs no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a model's shape with random weights, for benchmarks: they cost nothing to ship and run as trained ones.
+"""Checkpoints of a model's shape with random weights, for benchmarks: free to ship, as fast as trained ones.
 
     python benchmarks/shapes.py --model qwen3-4B --output DIR
 

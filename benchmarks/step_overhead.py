@@ -2,7 +2,7 @@
 
     python benchmarks/step_overhead.py --layout colocated -- --sglang-attention-backend triton ...       # one GPU
     python benchmarks/step_overhead.py --layout disaggregated -- --sglang-attention-backend triton ...   # two GPUs
-    python benchmarks/step_overhead.py --layout colocated --device cpu --model tiny --prompts 2 --samples 2 --response 64
+    python benchmarks/step_overhead.py --layout colocated --device cpu --model tiny --response 256
 
 `python -m slime_retool.train` runs as for a user: Ray, engines and router, trainers, the sandbox of the ReTool recipe.
 Random weights never call a tool, so the generate hook (tool_hooks.py) ends each turn after a planned number of tokens

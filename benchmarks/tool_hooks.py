@@ -1,4 +1,4 @@
-"""The generate hook of `step_overhead.py`: real calls of the recipe's code interpreter between turns of random tokens."""
+"""The generate hook of `step_overhead.py`: real calls of the code interpreter between turns of random tokens."""
 
 from __future__ import annotations
 

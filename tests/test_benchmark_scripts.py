@@ -13,15 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 
-from base_model import train_tokenizer
+from base_model import train_tokenizer  # noqa: E402
 
-from benchmarks import convert, multiturn, step_overhead
-from benchmarks.logprob_diff import line_fit, trend
-from benchmarks.parallel_curves import BASELINE, NOISE, Layout, compare, make_steps, table
-from benchmarks.ranks import run_ranks
-from benchmarks.scripted_turns import TurnCounts
-from benchmarks.shapes import model_args, split_shards, tensor_shapes, write_checkpoint
-from slime_retool.rollout.context import Completion
+from benchmarks import convert, multiturn, step_overhead  # noqa: E402
+from benchmarks.logprob_diff import line_fit, trend  # noqa: E402
+from benchmarks.parallel_curves import BASELINE, NOISE, Layout, compare, make_steps, table  # noqa: E402
+from benchmarks.ranks import run_ranks  # noqa: E402
+from benchmarks.scripted_turns import TurnCounts  # noqa: E402
+from benchmarks.shapes import model_args, split_shards, tensor_shapes, write_checkpoint  # noqa: E402
+from slime_retool.rollout.context import Completion  # noqa: E402
 
 
 class CachingEngine:
