@@ -6,6 +6,8 @@ Shapes. T = tokens of the micro-batch, V = padded vocabulary, H = hidden size, t
 
 - last pipeline stage: logits [1, T, V/tp], this rank's slice of the vocabulary, in `params_dtype`. Columns of the
   padding are `PADDED_LOGIT`, so that a softmax over all V columns is the softmax over the real vocabulary.
+- with `output="hidden"`, the last stage returns the hidden states behind the final norm instead, [1, T, H] ([1, T/tp,
+  H] with sequence parallelism), for a caller that makes log-probs from them and `output_weight(model)` in chunks.
 - other stages: hidden states [T, 1, H] ([T/tp, 1, H] with sequence parallelism), for the next stage.
 - `packed` from `packed_seq_params(lengths)`; the lengths must sum to T, so padding is a sequence of its own. T must
   be a multiple of tp with sequence parallelism. Rotary positions restart in every sequence, whatever
@@ -52,6 +54,7 @@ def transformer_config(
     recompute_granularity: str | None = None,
     recompute_method: str | None = None,
     recompute_num_layers: int | None = None,
+    recompute_modules: Sequence[str] | None = None,
     transformer_impl: str = "auto",
     calculate_per_token_loss: bool = True,
     perform_initialization: bool = True,
@@ -113,6 +116,7 @@ def transformer_config(
         recompute_granularity=recompute_granularity,
         recompute_method=recompute_method,
         recompute_num_layers=recompute_num_layers,
+        recompute_modules=list(recompute_modules) if recompute_modules else None,
         calculate_per_token_loss=calculate_per_token_loss,
         perform_initialization=perform_initialization,
         # Every tensor-parallel layout then starts from the same weights.
@@ -136,11 +140,16 @@ def build_gpt_model(
     vp_stage: int | None = None,
     transformer_impl: str = "auto",
     parallel_output: bool = True,
+    output: str = "logits",
+    gradient_accumulation_fusion: bool = False,
 ):  # type: ignore[no-untyped-def]
     """This rank's part of the model (`parallel_state` must be initialised, see `init_parallel`).
 
     `config` comes from `transformer_config`. `pre_process` and `post_process` say whether this pipeline stage
     holds the embedding and the output layer. `parallel_output=False` gathers the logits over tensor-parallel ranks.
+    `output` is what the last stage returns: `logits` or `hidden` (see the module's docstring).
+    `gradient_accumulation_fusion`: Transformer Engine's layers add weight gradients to the parameters' `main_grad`
+    themselves (Megatron's DistributedDataParallel provides it); no effect on local layers.
     On a GPU the parameters are created there. Build under `torch.device("meta")`, with a config that has
     `use_cpu_initialization=True, perform_initialization=False`, to get shapes without memory.
     """
@@ -150,27 +159,80 @@ def build_gpt_model(
     from megatron_bridge.layer_spec import block_spec
 
     tp = config.tensor_model_parallel_size
+    impl = resolve_transformer_impl(transformer_impl)
+    own_rotary = impl == "local" and config.context_parallel_size == 1
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(
-            config, transformer_impl=resolve_transformer_impl(transformer_impl), vp_stage=vp_stage
-        ),
+        transformer_layer_spec=block_spec(config, transformer_impl=impl, vp_stage=vp_stage),
         vocab_size=padded_vocab_size(model, tp),
         max_sequence_length=model.max_position_embeddings or 4096,  # only read for learned positions
         pre_process=pre_process,
         post_process=post_process,
         parallel_output=parallel_output,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type="none" if own_rotary else "rope",
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    if post_process:
+    if own_rotary:
+        _set_rotary(gpt, model, config)
+    if gradient_accumulation_fusion and impl == "transformer_engine":
+        _fuse_gradient_accumulation(gpt)
+    assert output in ("logits", "hidden")
+    if post_process and output == "hidden":
+        _return_hidden_states(gpt)
+    elif post_process:
         _mask_padded_vocabulary(gpt, model, tp, parallel_output)
     return gpt
+
+
+def _set_rotary(gpt: Any, model: ModelArgs, config: Any) -> None:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megatron_bridge.attention import Rotary
+
+    megatrons = RotaryEmbedding(
+        head_dim(model),
+        model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        use_cpu_initialization=config.use_cpu_initialization,
+    )
+    rotary = Rotary(megatrons.inv_freq)
+    for layer in gpt.decoder.layers:
+        layer.self_attention.core_attention.rotary = rotary
+
+
+def _fuse_gradient_accumulation(gpt: Any) -> None:
+    """Set it on the built layers: in the config it would make Megatron's output layer ask for apex."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    for module in gpt.modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            module.fuse_wgrad_accumulation = True
+
+
+def output_weight(gpt: Any) -> torch.nn.Parameter:
+    """This rank's rows of the output layer [V/tp, H], on the last pipeline stage; with tied embeddings, those."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return gpt.output_layer.weight
+
+
+def _return_hidden_states(gpt: Any) -> None:
+    """Let the output layer hand through what it gets.
+
+    It is still called as a module: Megatron's overlapped parameter gather waits for its weight in a hook of the call.
+    """
+
+    def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any) -> tuple[torch.Tensor, None]:
+        return hidden, None
+
+    gpt.output_layer.forward = forward
 
 
 def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int, parallel_output: bool) -> None:

@@ -3,6 +3,7 @@
 slime-retool doctor            what this host has of what a run needs
 slime-retool train FLAGS       the same as python -m slime_retool.train
 slime-retool eval FLAGS        measure a checkpoint, or a model behind an API, with the run's own tools and rewards
+slime-retool data check FILE   every row read, rendered, and its own answer scored
 slime-retool plan FLAGS        memory and time of a run, before it is launched
 slime-retool view FILE         read dumped samples or evaluation transcripts
 """
@@ -38,12 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from slime_retool.planning.command import main as plan
 
         return plan(arguments[1:])
+    if arguments[:2] == ["data", "check"]:
+        from slime_retool.data.check import main as check_data
+
+        return check_data(arguments[2:])
     parser = argparse.ArgumentParser(prog="slime-retool", description="Tools beside the training loop.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what this host has of what a run needs; exit code 1 when something is missing")
     commands.add_parser("train", help="the same as python -m slime_retool.train", add_help=False)
     commands.add_parser("eval", help="measure a checkpoint, or a model behind an API", add_help=False)
     commands.add_parser("plan", help="memory and time of a run from its flags alone", add_help=False)
+    commands.add_parser("data", help="`data check FILE...`: whether data files can be used", add_help=False)
     view = commands.add_parser("view", help="read dumped samples (--dump-rollouts) or evaluation transcripts")
     view.add_argument("file", type=Path, help="a .jsonl file below OUTPUT_DIR/rollouts or OUTPUT_DIR/eval")
     view.add_argument("--index", type=int, help="show only the sample with this index")
@@ -60,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.command == "sandbox":
         return serve_sandbox(args.host, args.port, SandboxPolicy(args.isolation, concurrency=args.concurrency))
+    if args.command == "data":
+        parser.error("the command is `slime-retool data check FILE...`")
     if args.command == "doctor":
         return doctor()
     return show(args.file, index=args.index, limit=args.limit, wrong=args.wrong)

@@ -66,8 +66,8 @@ def _as_evaluation(config: Config) -> Config:
     config.debug_rollout_only, config.debug_train_only = True, False
     config.eval_interval, config.num_rollout, config.num_epoch = 1, 0, None
     config.rollout_batch_size = config.rollout_batch_size or 1
-    if config.prompt_data is None and config.eval_sets:
-        config.prompt_data = config.eval_sets[0][1]
+    if not config.prompt_data and config.eval_sets:
+        config.prompt_data = [config.eval_sets[0][1]]
     config.input_key = config.eval_input_key or config.input_key
     config.label_key = config.eval_label_key or config.label_key
     return config

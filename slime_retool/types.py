@@ -51,6 +51,8 @@ class Sample:
     """Unique within the run."""
     group_index: int = 0
     """Shared by the n samples of one prompt."""
+    source: str = ""
+    """Name of the data set it is from, where `--prompt-data` gives one."""
     tools: list[ToolSchema] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     """Whatever else the data row holds (`metadata` column) and whatever a hook wants to keep."""

@@ -90,6 +90,16 @@ def test_undeclared_sglang_flags_are_kept_for_the_servers():
     assert config.seed == 3
 
 
+def test_devices_are_taken_in_turns_only_where_they_are_shared():
+    def turns(*words: str) -> tuple[bool, bool]:
+        config = parse_config(["--device", "cuda", *words])
+        return config.offloads_train, config.offloads_rollout
+
+    assert turns("--colocate") == (True, True) and turns() == (False, False)
+    assert turns("--colocate", "--no-offload-train") == (False, True)
+    assert turns("--colocate", "--debug-rollout-only") == turns("--colocate", "--debug-train-only") == (False, False)
+
+
 def test_to_flags_rebuilds_the_configuration(run_args):
     config = checked(run_args | {"--no-use-distributed-optimizer": None, "--rollout-stop": "a b"})
     assert parse_config(flags.to_flags(config)) == config
@@ -101,6 +111,19 @@ def test_group_titles_come_from_the_docstrings():
 
 
 BAD = {
+    "ipc to engines on other devices": ({"--update-weight-transport": "ipc"}, "ipc needs --colocate"),
+    "more colocated engines than trainers": (
+        {"--colocate": None, "--rollout-num-gpus": "2"},
+        "2 GPUs for generation (--rollout-num-gpus) are more than the 1 training GPUs",
+    ),
+    "NCCL between two processes of one card": (
+        {"--device": "cuda", "--colocate": None, "--update-weight-transport": "broadcast"},
+        "broadcast cannot join two processes of one GPU",
+    ),
+    "external engines on the trainer's own devices": (
+        {"--colocate": None, "--rollout-external-urls": "http://127.0.0.1:1"},
+        "cannot be combined with --rollout-external-urls",
+    ),
     "world that TP x PP does not divide": (
         {"--actor-num-gpus-per-node": "3", "--tensor-model-parallel-size": "2"},
         "2 x 1 = 2 does not divide",

@@ -9,6 +9,7 @@ from test_data_rendering import byte_tokenizer
 
 from slime_retool.config import parse_config
 from slime_retool.data.messages import parse_messages, parse_tools
+from slime_retool.data.mixture import parse_data_sets
 from slime_retool.data.readers import read_rows, write_rows
 from slime_retool.data.source import PromptDataSource, copy_sample, load_eval_samples, samples_from_file
 from slime_retool.errors import ConfigError, DataError
@@ -240,3 +241,96 @@ def test_the_length_filter_counts_tokens_and_without_a_limit_drops_nothing(tmp_p
 def test_without_prompt_data_there_is_one_clear_error():
     with pytest.raises(ConfigError, match="--prompt-data is required"):
         PromptDataSource(parse_config([]), byte_tokenizer())
+
+
+def test_gsm8ks_worked_solutions_are_labels_of_their_final_answer(tmp_path):
+    rows = [{"question": "q", "answer": "4 + 5 = <<4+5=9>>9\n#### 1,009"}, {"question": "q", "answer": "a #### b"}]
+    file = jsonl(tmp_path / "g.jsonl", rows)
+    samples = samples_from_file(file, parse_config(["--input-key", "question", "--label-key", "answer"]))
+    assert [sample.label for sample in samples] == ["1,009", "a #### b"]
+
+
+@pytest.mark.parametrize(("rows", "expected"), [("[1:3]", [1, 2]), ("[:2]", [0, 1]), ("[-1:]", [4]), ("[3:]", [3, 4])])
+def test_a_slice_of_rows_can_be_taken(tmp_path, rows, expected):
+    file = jsonl(tmp_path / "p.jsonl", [{"n": n} for n in range(5)])
+    assert [row["n"] for row in read_rows(f"{file}@{rows}")] == expected
+    with pytest.raises(DataError, match=r"has 5 rows, none of them in \[7:\]"):
+        read_rows(f"{file}@[7:]")
+
+
+# Mixtures
+
+
+def mixture(tmp_path, *values, seed="1", sizes=(("a", 6), ("b", 3))):
+    for name, size in sizes:
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}", "label": "1"} for i in range(size)])
+    values = [value.replace("@@", f"{tmp_path}/") for value in values]
+    flags = ["--prompt-data", *values, "--rollout-shuffle", "--rollout-seed", seed]
+    return PromptDataSource(parse_config(flags), byte_tokenizer())
+
+
+def test_data_sets_are_mixed_by_weight_in_every_stretch(tmp_path):
+    data = mixture(tmp_path, "easy=@@a.jsonl@1", "hard=@@b.jsonl@3")
+    samples = [group[0] for group in data.next_groups(400)]
+    assert all(sample.prompt.startswith({"easy": "a", "hard": "b"}[sample.source]) for sample in samples)
+    for start in range(0, 400, 4):
+        assert sorted(sample.source for sample in samples[start : start + 4]) == ["easy", "hard", "hard", "hard"]
+    # Every pass over a data set is whole.
+    hard = [sample.prompt for sample in samples if sample.source == "hard"]
+    assert all(sorted(hard[i : i + 3]) == ["b0", "b1", "b2"] for i in range(0, 300, 3))
+
+
+def test_without_weights_every_row_comes_once_an_epoch(tmp_path):
+    data = mixture(tmp_path, "@@a.jsonl", "@@b.jsonl")
+    assert data.num_rows == 9
+    for _ in range(3):
+        epoch = [group[0] for group in data.next_groups(9)]
+        assert sorted(s.prompt for s in epoch) == [*(f"a{i}" for i in range(6)), *(f"b{i}" for i in range(3))]
+        assert {s.source for s in epoch} == {"a", "b"}
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5, 9, 17, 40])
+def test_a_mixture_resumes_exactly_where_it_stopped(tmp_path, taken):
+    values = ("@@a.jsonl@2", "hard=@@b.jsonl@0.7")
+    whole, stopped, resumed = (mixture(tmp_path, *values) for _ in range(3))
+    expected = [(g[0].prompt, g[0].index) for g in whole.next_groups(taken + 40)][taken:]
+    stopped.next_groups(taken)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert [(g[0].prompt, g[0].index) for g in resumed.next_groups(40)] == expected
+    with pytest.raises(ConfigError, match="taken with data_sets"):
+        mixture(tmp_path, "@@a.jsonl@3", "hard=@@b.jsonl@0.7").load_state_dict(stopped.state_dict())
+
+
+def test_one_file_has_a_source_only_when_it_is_named(tmp_path):
+    (plain,), (named,) = (
+        mixture(tmp_path, "@@a.jsonl").next_groups(1)[0],
+        mixture(tmp_path, "n=@@a.jsonl").next_groups(1)[0],
+    )
+    assert (plain.source, named.source) == ("", "n")
+
+
+def test_values_of_prompt_data_are_read_as_name_file_slice_and_weight(tmp_path):
+    def read(value):
+        (found,) = parse_data_sets([value])
+        return found.name, found.file, found.weight
+
+    assert read("d/x.jsonl") == ("x", "d/x.jsonl", None)
+    assert read("n=d/x.jsonl@0.5") == ("n", "d/x.jsonl", 0.5)
+    assert read("d/x.jsonl@[3:]@2") == ("x", "d/x.jsonl@[3:]", 2.0)
+    assert read("d=1/x.jsonl") == ("d", "1/x.jsonl", None)
+    odd = tmp_path / "a=b@2"
+    odd.touch()
+    assert read(str(odd)) == ("a=b@2", str(odd), None)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["d/x.jsonl", "e/x.jsonl"], "different names, got x, x"),
+        (["a=x.jsonl@1", "b=y.jsonl"], "a weight or none; b has none"),
+        (["a=x.jsonl@0"], "above 0"),
+    ],
+)
+def test_data_sets_that_do_not_go_together_are_refused(values, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_data_sets(values)

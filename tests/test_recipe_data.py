@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
 import pytest
 
 from slime_retool.config import parse_config
-from slime_retool.data.math_prompts import INSTRUCTION, bare_question, with_instruction
+from slime_retool.data.leakage import EvaluationQuestions
+from slime_retool.data.math_prompts import bare_question, with_instruction
 from slime_retool.data.readers import read_rows, write_rows
 from slime_retool.data.source import samples_from_file
-from slime_retool.errors import DataError
+from slime_retool.errors import ConfigError, DataError, ToolUnavailable
+from slime_retool.sandbox import Result, Status
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "retool"))
+import code_agreement  # noqa: E402
 import rl_data_preprocess  # noqa: E402
 import sft_data_processing  # noqa: E402
 
@@ -55,7 +59,7 @@ def test_code_becomes_calls_and_interpreter_text_becomes_tool_turns():
     codes = [m["tool_calls"][0]["function"]["arguments"]["code"] for m in messages if "tool_calls" in m]
     assert codes == ['print(2 + 3)\nprint("</code>")', 'if True:\n    print("ok")']
     assert [(m["role"], m["content"]) for m in messages] == [
-        ("user", f"What is 2+3?\n\n{INSTRUCTION}"),
+        ("user", with_instruction("What is 2+3?")),
         ("assistant", "First I add."),
         ("tool", "5\n</code>"),
         ("assistant", "Now I check."),
@@ -141,7 +145,7 @@ def test_every_known_schema_becomes_one_prompt_with_the_instruction(tmp_path, ro
     output = tmp_path / "out.jsonl"
     assert rl_data_preprocess.main(["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]) == 0
     sample = samples_from_file(output, parse_config([]))[0]
-    assert sample.prompt == [{"role": "user", "content": f"How many?\n\n{INSTRUCTION}"}]
+    assert sample.prompt == [{"role": "user", "content": with_instruction("How many?")}]
     assert sample.label == "34" and sample.metadata == {"source": "in", "row": 0}
 
 
@@ -181,6 +185,115 @@ def test_published_instructions_are_replaced_by_ours_once():
         'Remember to put your answer on its own line after "Answer:".'
     )
     assert bare_question(wrapped) == "How many?"
-    once = with_instruction(wrapped)
-    assert once == f"How many?\n\n{INSTRUCTION}" and with_instruction(once) == once
-    assert "Answer: \\boxed{" in once
+    assert with_instruction("How many?") == wrapped
+    for instruction, mark in (("dapo", "Answer: \\boxed{"), ("short", "Answer: \\boxed{"), ("none", "How many?")):
+        once = with_instruction(wrapped, instruction)
+        assert bare_question(once) == "How many?" and with_instruction(once, instruction) == once and mark in once
+    with pytest.raises(ConfigError, match="dapo, short, none"):
+        with_instruction("How many?", "long")
+
+
+def test_both_published_schemas_are_written_and_read_again(tmp_path):
+    write_rows(tmp_path / "in.jsonl", [{"problem": "How many?", "answer": "34"}])
+    for schema, file in (("slime", "a.jsonl"), ("verl", "b.parquet"), ("verl", "c.jsonl")):
+        flags = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / file), "--schema", schema]
+        assert rl_data_preprocess.main(flags) == 0
+        sample = samples_from_file(tmp_path / file, parse_config([]))[0]
+        assert (sample.prompt[0]["content"], sample.label) == (with_instruction("How many?"), "34")
+        assert rl_data_preprocess.convert(read_rows(tmp_path / file), "again").rows[0]["label"] == "34"
+    (row,) = read_rows(tmp_path / "b.parquet")
+    assert row == read_rows(tmp_path / "c.jsonl")[0]
+    assert row == {
+        "data_source": "in",
+        "prompt": [{"role": "user", "content": with_instruction("How many?")}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": "34", "style": "rule"},
+        "extra_info": {
+            "index": 0,
+            "need_tools_kwargs": True,
+            "tools_kwargs": {"code_interpreter": {"create_kwargs": {"ground_truth": "34"}}},
+        },
+    }
+
+
+LONG = (
+    "Find the number of ordered pairs of positive integers whose product is less than one hundred and whose sum is even"
+)
+
+
+def test_questions_of_an_evaluation_set_are_left_out_and_listed(tmp_path, capsys):
+    write_rows(tmp_path / "eval.jsonl", [{"input": "What is $2+3$?", "output": "5"}, {"input": LONG, "output": "1"}])
+    questions = [
+        "what is 2 + 3",
+        LONG.replace("Find", "Determine") + ".",
+        "What is $2+4$?",
+        LONG.replace("even", "odd"),
+    ]
+    other = "Find the number of " + LONG.removeprefix("Find the number of ordered pairs").replace("hundred", "thousand")
+    rows = [{"question": question, "answer": "5"} for question in [*questions, other]]
+    write_rows(tmp_path / "in.jsonl", rows)
+    output = tmp_path / "out.jsonl"
+    flags = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output), "--instruction", "none"]
+    assert rl_data_preprocess.main([*flags, "--evaluation-sets", str(tmp_path / "eval.jsonl")]) == 0
+    assert [row["prompt"][0]["content"] for row in read_rows(output)] == ["What is $2+4$?", other]
+    leaked = read_rows(f"{output}.leaked.jsonl")
+    assert [(row["question"], row["evaluation"]) for row in leaked] == [
+        (questions[0], "eval.jsonl, row 1"),
+        (questions[1], "eval.jsonl, row 2"),
+        (questions[3], "eval.jsonl, row 2"),
+    ]
+    assert leaked[0]["overlap"] == 1.0 and 0.8 <= leaked[1]["overlap"] < 1.0
+    assert "3 that an evaluation set holds left out" in capsys.readouterr().out
+
+
+def test_a_question_without_words_of_an_evaluation_set_leaks_nothing():
+    assert EvaluationQuestions([("e", LONG)]).find("x = 1?") is None
+
+
+def test_code_is_run_again_and_rows_with_another_output_are_left_out(tmp_path, capsys):
+    def row(code, output):
+        block = f"<code>\n```python\n{code}\n```\n</code>\n<interpreter>\n{output}\n</interpreter>\n"
+        return retool_row(block + "<answer>\\boxed{1}</answer>")
+
+    rows = [row("print(6 * 7)", "42"), row("print(6 * 7)", "41"), retool_row("no code"), row("1 / 0", "Traceback:\n"
+            "  somewhere\nZeroDivisionError: division by zero"), row("while True: pass", "1")]  # fmt: skip
+    write_rows(tmp_path / "in.jsonl", rows)
+    output = tmp_path / "sft.jsonl"
+    flags = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output), "--verify-code", "--tool-timeout", "1"]
+    assert sft_data_processing.main([*flags, "--sandbox-isolation", "none"]) == 0
+    assert [r["messages"][2]["content"].rpartition("\n")[2] for r in read_rows(output)] == [
+        "42", "ZeroDivisionError: division by zero",
+    ]  # fmt: skip
+    rejected = {r["row"]: r["reason"] for r in read_rows(f"{output}.rejected.jsonl")}
+    assert rejected[2] == "a block prints something else when run again" and "timeout" in rejected[5]
+    assert sorted(rejected) == [2, 3, 5]
+    assert "2 rows written, 3 left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("recorded", "result", "same"),
+    [
+        ("1\n2", Result(Status.OK, stdout="1\n2\n"), True),
+        ("1  2", Result(Status.OK, stdout="1\n2\n"), True),
+        ("", Result(Status.OK, stdout="", result="5"), True),
+        ("5", Result(Status.OK, stdout="", result="5"), True),
+        ("0.3333333333333333", Result(Status.OK, stdout="0.33333333333333337"), True),
+        ("0.333", Result(Status.OK, stdout="0.334"), False),
+        ("10000001", Result(Status.OK, stdout="10000002"), False),
+        ("<f at 0x7f00aa11>", Result(Status.OK, stdout="<f at 0x7f99bb22>"), True),
+        ("a\nKeyError: 'x'", Result(Status.ERROR, stderr="", error="Traceback\nKeyError: 'x'"), True),
+        ("ok", Result(Status.ERROR, error="KeyError: 'x'"), False),
+    ],
+)
+def test_outputs_agree_up_to_what_a_second_run_may_change(recorded, result, same):
+    assert code_agreement.agrees(recorded, result) is same
+
+
+def test_an_outage_of_the_sandbox_judges_no_row():
+    class Down:
+        async def run(self, code):
+            return Result(Status.UNAVAILABLE, error="down")
+
+    messages = sft_data_processing.convert_row(retool_row(SOLUTION))["messages"]
+    with pytest.raises(ToolUnavailable, match="down"):
+        asyncio.run(code_agreement.disagreement(Down(), messages))

@@ -71,6 +71,22 @@ def test_wrong_answers_are_shaped_by_rounds_of_tool_use_and_accuracy_is_not() ->
         assert reward(sample) == {"score": pytest.approx(score), "acc": False, "pred": "41"}
 
 
+def test_the_recipes_reward_follows_rm_type_shaping_and_format_flags() -> None:
+    hook = load_function("generate_with_retool.reward_func")
+
+    def score(sample: Sample, **options: Any) -> dict[str, Any]:
+        return asyncio.run(hook(Config(**options), sample))
+
+    spelled = Sample("", label="34", response="It is \\boxed{034}.", num_turns=1)
+    assert not score(spelled)["acc"] and score(spelled, rm_type="math_verify")["acc"]
+    wrong = Sample("", label="34", response="\\boxed{1}", num_turns=2, num_tool_calls=3)
+    assert [score(wrong, shape_tool_use=counted)["score"] for counted in ("turns", "calls", "none")] == [
+        pytest.approx(-0.9), pytest.approx(-0.7), -1.0,
+    ]  # fmt: skip
+    twice = Sample("", label="34", response="\\boxed{3} no, \\boxed{34}", num_turns=1)
+    assert (score(twice)["score"], score(twice, format_penalty=0.5)["score"]) == (1.0, 0.5)
+
+
 def test_errors_and_time_limits_are_observations() -> None:
     turns = [(call_text("print('a')\n1 / 0"), "stop"), (call_text("while True: pass"), "stop"), ("done", "stop")]
     (sample,) = generate(turns, tool_timeout=0.5)

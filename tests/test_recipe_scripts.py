@@ -88,7 +88,7 @@ def test_paths_follow_the_root_variables_even_with_spaces(tmp_path, script):
     config = config_of(tmp_path, script, MODEL_ROOT="/some models", DATA_ROOT="/some data")
     for path in (config.hf_checkpoint, config.ref_load, config.save, config.load):
         assert path.startswith("/some models/")
-    for path in (config.prompt_data, *(file for _, file in config.eval_sets)):
+    for path in (*config.prompt_data, *(file for _, file in config.eval_sets)):
         assert path.startswith("/some data/")
 
 

@@ -3,71 +3,101 @@ r"""Scores: what counts as the answer, when two answers are equal, and that no t
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError, RewardError
-from slime_retool.reward import compute_score, conversation_messages, default_reward, shape_tool_use, symbolic
+from slime_retool.reward import (
+    RewardRunner,
+    compute_score,
+    conversation_messages,
+    default_reward,
+    format_score,
+    shape_tool_use,
+    symbolic,
+)
 from slime_retool.reward.boxed import last_boxed
 from slime_retool.types import Sample
+
+DATA = Path(__file__).parent / "data"
 
 
 def boxed(answer: str) -> str:
     return f"So we get \\boxed{{{answer}}}."
 
 
-EQUAL = [
-    ("34", "34"),
-    (" 34 ", "34"),
-    ("034", "34"),
-    ("34", "034"),
-    ("34.0", "34"),
-    ("+34", "34"),
-    ("-0", "0"),
-    ("-3.50", "-3.5"),
-    ("1,000", "1000"),
-    ("1{,}234{,}567", "1234567"),
-    ("1\\,000", "1000"),
-    ("\\text{34}", "34"),
-    ("\\textbf{34}", "34"),
-    ("\\mathrm{\\text{34}}", "34"),
-    ("$34$", "34"),
-    ("\\$34", "34"),
-    ("34.", "34"),
-    ("34\\%", "34"),
-    ("34^\\circ", "34"),
-    ("34^{\\circ}", "34"),
-    ("34\\text{ cm}", "34"),
-    ("34\\text{ cm}^2", "34"),
-    ("34 degrees", "34"),
-    ("x = 34", "34"),
-    ("\\boxed{34}", "34"),
-    ("\\frac12", "\\frac{1}{2}"),
-    ("\\dfrac{1}{2}", "\\frac{1}{2}"),
-    ("\\sqrt2", "\\sqrt{2}"),
-    ("\\left( 1, 2 \\right)", "(1,2)"),
-    ("\\text{(B)}", "(B)"),
-    ("\\{1,\\{2,\\frac{1}{\\sqrt{2}}\\}\\}", "\\{1,\\{2,\\frac{1}{\\sqrt{2}}\\}\\}"),
-]
+def labelled(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").split("\n") if line]
 
 
-@pytest.mark.parametrize(("answer", "truth"), EQUAL)
-def test_equal_answers_score_one(answer: str, truth: str) -> None:
-    assert compute_score(boxed(answer), truth) == {"score": 1.0, "acc": True, "pred": answer.strip()}
+@pytest.mark.timeout(180)
+def test_math_verify_agrees_with_labels_made_by_hand() -> None:
+    pairs = labelled("score_pairs.jsonl")
+    assert len(pairs) >= 300 and {True, False} == {pair["correct"] for pair in pairs}
+    judged = [compute_score(pair["response"], pair["ground_truth"], "math_verify")["acc"] for pair in pairs]
+    assert [p for p, correct in zip(pairs, judged, strict=True) if p["correct"] != correct] == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth"), [("35", "34"), ("340", "34"), ("3.4", "34"), ("-34", "34"), ("1,00", "100"), ("", "")]
-)
-def test_other_answers_score_minus_one(answer: str, truth: str) -> None:
-    assert compute_score(boxed(answer), truth) == {"score": -1.0, "acc": False, "pred": answer}
+def test_dapo_is_the_published_rule() -> None:
+    """The list was labelled by hand from the rule: last 300 characters, last box, equal character for character."""
+    pairs = labelled("dapo_pairs.jsonl")
+    expected = [{"score": 1.0 if p["correct"] else -1.0, "acc": p["correct"], "pred": p["pred"]} for p in pairs]
+    assert [compute_score(pair["response"], pair["ground_truth"]) for pair in pairs] == expected
+
+
+# Of each form that the answers of MATH-500 take, one of our own, and one that is near it and not equal.
+FORMS = [
+    ("216", "261"), ("-128", "128"), ("12,345", "12,354"), ("3.25", "3.52"), ("0.0000512", "0.000512"),
+    ("\\frac{5}{16}", "\\frac{16}{5}"), ("-\\frac{5}{8}", "\\frac{5}{8}"), ("\\frac{250}7", "\\frac{7}{250}"),
+    ("136\\frac{1}{2}", "136\\frac{1}{3}"), ("\\frac{\\sqrt{5}}{5}", "\\frac{\\sqrt{5}}{3}"),
+    ("2\\sqrt{117}", "117\\sqrt{2}"), ("7\\sqrt{5}+7", "7\\sqrt{5}-7"), ("1+4\\sqrt{3}", "1-4\\sqrt{3}"),
+    ("30_9", "27"), ("3210_{5}", "3210_{6}"), ("250\\pi", "250"), ("-\\frac{\\pi}{8}", "-\\frac{8}{\\pi}"),
+    ("\\frac{30000}{\\pi}", "30000\\pi"), ("17+2\\pi", "17-2\\pi"), ("3+7i", "3-7i"), ("3k", "k^3"),
+    ("2k+4", "4k+2"), ("-11x+3", "11x+3"), ("(a+3)(b+7)", "(a+7)(b+3)"), ("5r^2-4r-20", "5r^2+4r-20"),
+    ("u-v", "v-u"), ("3R^2", "2R^3"), ("\\tanx", "\\cotx"), ("\\frac{13+7a}{20}", "\\frac{7+13a}{20}"),
+    ("x^6+x^5+x^4+x^3+x^2+x+1", "x^6-x^5+x^4-x^3+x^2-x+1"), ("4x-7y+9z+2=0", "4x-7y+9z-2=0"),
+    ("(3,\\infty)", "[3,\\infty)"), ("(-\\infty,2]", "(-\\infty,2)"), ("(5,6]", "[5,6]"), ("x\\in[-3,8]", "(-3,8)"),
+    ("(2,11)\\cup(11,99)", "(2,99)"),
+    ("[\\frac{\\pi^2}{6},\\frac{5\\pi^2}{3}]", "[\\frac{\\pi^2}{3},\\frac{5\\pi^2}{6}]"),
+    ("(-\\sqrt{5},\\sqrt{5})", "(\\sqrt{5},-\\sqrt{5})"), ("(4,\\frac{\\pi}{3})", "(\\frac{\\pi}{3},4)"),
+    ("(1,-12,-4,41)", "(1,-12,-4)"), ("-3,1", "3,1"), ("2,5,9", "2,5"), ("3\\pm2\\sqrt{5}", "3+2\\sqrt{5}"),
+    ("\\{1\\pm\\sqrt{7},-3\\}", "\\{1\\pm\\sqrt{7},3\\}"), ("{Robin}", "{Navid}"), ("{parabola}", "{circle}"),
+    ("{(D)}", "{(B)}"), ("642^2", "642"),
+    ("\\begin{pmatrix}-1/5\\2/5\\3/5\\end{pmatrix}", "\\begin{pmatrix}1/5\\2/5\\3/5\\end{pmatrix}"),
+    ("\\begin{pmatrix}-2&0\\\\0&-2\\end{pmatrix}", "\\begin{pmatrix}0&-2\\\\-2&0\\end{pmatrix}"),
+]  # fmt: skip
+RESPELLINGS: dict[str, Callable[[str], str]] = {
+    "itself": lambda a: a,
+    "math marks and a full stop": lambda a: f"${a}$.",
+    "a text wrapper": lambda a: f"\\text{{{a}}}",
+    "an assignment": lambda a: f"x = {a}",
+    "larger fractions": lambda a: a.replace("\\frac", "\\dfrac"),
+    "sized brackets": lambda a: re.sub(r"(?<!\\)([)\]])", r"\\right\1", re.sub(r"(?<!\\)([(\[])", r"\\left\1", a)),
+    "spaces": lambda a: re.sub(r"(?<![\w\\,(\[{&])([-+=])", r" \1 ", a.replace("\\cup", " \\cup ")),
+    "Unicode": lambda a: a.replace("-", "−").replace("\\pi", "π").replace("\\infty", "∞").replace("\\cup", "∪"),
+}
+
+
+@pytest.mark.timeout(180)
+def test_every_form_of_answer_matches_its_respellings_and_not_what_is_near_it() -> None:
+    for truth, near in FORMS:
+        for name, respell in RESPELLINGS.items():
+            assert compute_score(boxed(respell(truth)), truth, "math_verify")["acc"], (name, truth)
+        for a, b in ((truth, near), (near, truth)):
+            assert not compute_score(boxed(a), b, "math_verify")["acc"], (a, b)
 
 
 def test_prose_after_the_box_does_not_matter() -> None:
-    assert compute_score(boxed("34") + " That is all." * 100, "34")["acc"]
+    assert compute_score(boxed("34") + " That is all." * 100, "34", "math_verify")["acc"]
 
 
 def test_without_a_box_there_is_no_answer() -> None:
@@ -76,7 +106,7 @@ def test_without_a_box_there_is_no_answer() -> None:
 
 def test_the_last_complete_box_counts() -> None:
     assert compute_score(boxed("1") + boxed("2"), "2")["acc"]
-    assert compute_score(boxed("34") + "\\boxed{35", "34")["acc"]
+    assert compute_score(boxed("34") + "\\boxed{35", "34", "math_verify")["acc"]
     assert last_boxed("\\boxed{ {a {b {c}}} }") == " {a {b {c}}} "
     assert last_boxed("stray } { \\boxed{1} }") == "1"
     assert last_boxed("\\boxed{\\{1\\}}") == "\\{1\\}"
@@ -109,6 +139,7 @@ def test_an_answer_in_a_tool_call_or_a_tool_output_is_not_the_models() -> None:
 )
 def test_degenerate_text_takes_no_time(text: str) -> None:
     assert not compute_score(text, "34")["acc"]
+    assert not compute_score(text, "34", "math_verify")["acc"]
 
 
 @pytest.mark.timeout(180)
@@ -175,14 +206,105 @@ def test_shaping_rewards_tool_use_in_wrong_answers_only() -> None:
     [(1, 0, 2), (2, 1, 4), (2, 5, 4), (3, 0, 2), (3, 2, 6), (4, 2, 6), (0, 0, 2)],
 )
 def test_messages_count_rounds_with_an_executed_call(turns: int, calls: int, messages: int) -> None:
-    assert conversation_messages(Sample(prompt="", num_turns=turns, num_tool_calls=calls)) == messages
+    sample = Sample(prompt="", num_turns=turns, num_tool_calls=calls)
+    assert conversation_messages(sample) == messages
+    assert conversation_messages(sample, "calls") == 2 + 2 * calls and conversation_messages(sample, "none") == 2
 
 
 def test_the_default_reward_follows_rm_type() -> None:
-    sample = Sample(prompt="", label="1000", response=boxed("1,000"))
+    sample = Sample(prompt="", label="1000", response=boxed("1000"))
     assert asyncio.run(default_reward(Config(rm_type="dapo"), sample))["score"] == 1.0
     sample.response = boxed("\\frac{2000}{2}")
     assert asyncio.run(default_reward(Config(rm_type="dapo"), sample))["score"] == -1.0
     assert asyncio.run(default_reward(Config(rm_type="math_verify"), sample))["score"] == 1.0
     with pytest.raises(ConfigError, match="--label-key"):
         asyncio.run(default_reward(Config(), Sample(prompt="")))
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("It is \\boxed{34}.", 1.0),
+        ("<tool_call>{}</tool_call>\n<tool_response>1</tool_response>\nAnswer: \\boxed{1}", 1.0),
+        ("<code>1</code><interpreter>1</interpreter><answer>\\boxed{1}</answer>", 1.0),
+        ("It is 34.", 0.0),
+        ("\\boxed{1} or \\boxed{2}", 0.0),
+        ("\\boxed{1}" + "x" * 300, 0.0),
+        ("\\boxed{1", 0.0),
+        ("<tool_call>{} \\boxed{1}", 0.0),
+        ("\\boxed{1} <tool_call>{}</tool_call>\n<tool_response>1</tool_response>", 0.0),
+    ],
+)
+def test_the_format_asks_for_one_box_behind_the_last_output_and_paired_tags(response: str, score: float) -> None:
+    assert format_score(response) == score
+
+
+def run(function: Callable[..., Any], labels: list[str], timeout: float | None = 60.0) -> list[Any]:
+    """What a runner gives for samples of these labels, with errors as values."""
+
+    async def main() -> list[Any]:
+        runner = RewardRunner(function, "f", timeout=timeout)
+        samples = [Sample(prompt="", label=label) for label in labels]
+        return await asyncio.gather(*(runner(Config(), sample) for sample in samples), return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+async def async_reward(args: Config, sample: Sample, **kwargs: Any) -> float:
+    if sample.label == "stuck":
+        await asyncio.sleep(3600)
+    return float(sample.label or "")
+
+
+def plain_reward(args: Config, sample: Sample) -> float:
+    if sample.label == "stuck":
+        threading.Event().wait(30)  # its thread is left behind
+    return float(sample.label or "")
+
+
+@pytest.mark.parametrize("function", [async_reward, plain_reward])
+def test_a_stuck_or_crashing_reward_costs_one_sample(function: Callable[..., Any]) -> None:
+    first, stuck, crashed, last = run(function, ["1", "stuck", "x", "2"], timeout=0.5)
+    assert (first, last) == (1.0, 2.0)
+    assert isinstance(stuck, RewardError) and "longer than --reward-timeout 0.5 s" in str(stuck)
+    assert isinstance(crashed, RewardError) and "f raised ValueError: could not convert" in str(crashed)
+
+
+def test_waiting_for_a_thread_is_not_counted_as_run_time() -> None:
+    def slow(args: Config, sample: Sample) -> float:
+        time.sleep(0.01)
+        return 1.0
+
+    # One after the other they take several times the limit of one.
+    assert run(slow, ["1"] * 500, timeout=0.6) == [1.0] * 500
+
+
+def test_a_mistake_of_the_user_and_a_cancellation_pass_through() -> None:
+    def misused(args: Config, sample: Sample) -> float:
+        raise ConfigError("check --label-key")
+
+    assert isinstance(run(misused, ["1"])[0], ConfigError)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(RewardRunner(async_reward, "f", timeout=60)(Config(), Sample("", label="stuck")))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+
+
+@pytest.mark.timeout(180)
+def test_after_one_comparison_that_overruns_the_score_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = symbolic.MathVerifier(workers=1, timeout=1.0)
+    monkeypatch.setattr("slime_retool.reward.score.shared_verifier", lambda: verifier)
+    tower = ",".join(f"9^{{9^{{9^{{{i}}}}}}}" for i in range(10, 30))
+    asked: list[bool | None] = []
+    compare = verifier.compare
+    monkeypatch.setattr(verifier, "compare", lambda a, b: asked.append(compare(a, b)) or asked[-1])
+    try:
+        assert not compute_score(boxed(tower), tower.replace("9^", "8^"), "math_verify")["acc"]
+        assert asked.count(None) == 1 and asked[-1] is None
+    finally:
+        verifier.close()

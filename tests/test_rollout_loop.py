@@ -13,10 +13,11 @@ from slime_retool.config import Config
 from slime_retool.errors import DataError, EngineError, RolloutError
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.evaluate import evaluate
+from slime_retool.rollout.figures import source_figures
 from slime_retool.rollout.filters import keep_groups_with_reward_spread
 from slime_retool.rollout.rl_rollout import generate_rollout
 from slime_retool.rollout.sampling import evaluation_sampling_params, remaining_tokens, training_sampling_params
-from slime_retool.types import RolloutBatch, Sample
+from slime_retool.types import RolloutBatch, Sample, SampleStatus
 
 SPREAD = "slime_retool.rollout.filters.keep_groups_with_reward_spread"
 
@@ -112,7 +113,7 @@ async def test_when_nothing_can_be_generated_the_rollout_says_why(tmp_path):
 @pytest.mark.parametrize(
     ("hooks", "error", "message"),
     [
-        ({"custom_rm_path": "rollout_hooks.broken_reward"}, ZeroDivisionError, "a mistake of the user"),
+        ({"custom_rm_path": "rollout_hooks.broken_reward"}, RolloutError, "ZeroDivisionError: a mistake of the user"),
         ({"custom_rm_path": "rollout_hooks.text_reward"}, ValueError, "very good"),
         ({"custom_generate_function_path": "rollout_hooks.forgetful_generate"}, ValueError, "PENDING"),
         ({"custom_generate_function_path": "rollout_hooks.unequal_generate"}, ValueError, "must agree"),
@@ -159,6 +160,16 @@ async def test_a_reward_that_never_ends_does_not_delay_the_batch(tmp_path):
     batch = await rollout(scripted_context(config, echo), Prompts(["z", "a", "z", "b"], 4))
     assert sorted({s.group_index for s in batch.samples}) == [1, 3]
     assert batch.metrics["rollout/groups_cancelled"] == 2
+
+
+def test_figures_of_each_data_set_that_samples_name():
+    def sample(source: str, reward: float, calls: int) -> Sample:
+        return Sample("", source=source, reward=reward, num_tool_calls=calls, status=SampleStatus.COMPLETED)
+
+    figures = source_figures([sample("a", 1.0, 1), sample("a", 0.0, 0), sample("b", 1.0, 2), sample("", 0.0, 0)], None)
+    assert (figures["a/samples"], figures["a/accuracy"], figures["a/tool_call_rate"]) == (2.0, 0.5, 0.5)
+    assert (figures["b/samples"], figures["b/reward_mean"]) == (1.0, 1.0)
+    assert {name.partition("/")[0] for name in figures} == {"a", "b"}
 
 
 async def test_a_plain_function_is_a_reward_too(tmp_path):

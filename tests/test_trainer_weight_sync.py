@@ -6,8 +6,10 @@ import base64
 import io
 import json
 import pickle
+import threading
 import urllib.request
 from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,69 @@ def test_a_payload_names_only_what_sglang_loads_and_opens_the_same_memory(dtype:
         next(buckets(tensors, [shared.data]))
         del flat, opened
     assert all(name.startswith(("torch.", "types.")) for name in found)
+
+
+class _Recorder(BaseHTTPRequestHandler):
+    """Stands in for an engine: opens every worker's payload and keeps what is in it."""
+
+    received: list[list[dict[str, torch.Tensor]]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        workers = []
+        for text in body["serialized_named_tensors"]:
+            opened = pickle.loads(base64.b64decode(text))
+            flat = opened["flattened_tensor"]
+            workers.append(
+                {
+                    m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape).clone()
+                    for m in opened["metadata"]
+                }
+            )
+        self.received.append(workers)
+        reply = json.dumps({"success": body["load_format"] == "flattened_bucket", "message": "wrong format"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def _two_workers(rank: int, world_size: int) -> list[str]:
+    """Rank 0's report of how a two-worker engine was served by the two ranks that share its devices."""
+    from slime_retool.engine.admin import EngineAdmin
+    from slime_retool.trainer.gather import hf_named_tensors
+    from slime_retool.trainer.weight_sync.ipc import IpcTransport
+    from slime_retool.trainer.weight_sync.transport import Peers
+
+    trainer = make_trainer(rank, world_size, tiny_config(tensor_model_parallel_size=2))
+    expected = {name: tensor.clone() for name, tensor in hf_named_tensors(trainer.module, trainer.config)}
+    _Recorder.received = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Recorder)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    engine = EngineAdmin(f"http://127.0.0.1:{server.server_port}", timeout=30)
+    total = sum(tensor.nbytes for tensor in expected.values())
+    sizes = torch.tensor([total - 1])  # two buckets: host memory, unlike a card's, is opened once for each handle
+    torch.distributed.broadcast(sizes, src=0)
+    IpcTransport(Peers(trainer, [engine], 2, "127.0.0.1", int(sizes), 30)).send()
+    server.shutdown()
+    problems = []
+    if rank == 0:
+        for worker in range(2):
+            got = {name: t for bucket in _Recorder.received for name, t in bucket[worker].items()}
+            if list(got) != list(expected) or not all(torch.equal(got[name], expected[name]) for name in expected):
+                problems.append(f"worker {worker} got other weights")
+        if len(_Recorder.received) != 2:
+            problems.append(f"{len(_Recorder.received)} buckets")
+    elif _Recorder.received:
+        problems.append("the second rank posted as well")
+    trainer.shutdown()
+    return problems
+
+
+def test_every_worker_of_an_engine_gets_the_memory_of_the_rank_it_shares_a_device_with() -> None:
+    assert run_distributed(_two_workers, 2) == [[], []]
 
 
 def _generate(url: str, ids: list[int]) -> tuple[list[float], list[int]]:

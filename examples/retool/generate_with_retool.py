@@ -4,11 +4,12 @@
     --custom-rm-path generate_with_retool.reward_func
 
 `generate` lets the model write Python calls between its sentences and see what they print; `reward_func` scores
-the final answer by the DAPO rule and adds the tool-use shaping.
+the final answer (`--rm-type`: by DAPO's published rule, or by meaning) and adds the tool-use shaping.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -18,7 +19,7 @@ from tool_sandbox import make_tools
 
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
-from slime_retool.reward import compute_score, conversation_messages, shape_tool_use
+from slime_retool.reward import compute_score, conversation_messages, format_score, shape_tool_use
 from slime_retool.rollout.context import current_context
 from slime_retool.tool_use import LoopBudgets, ToolRegistry, make_format, run_chat_loop, run_tool_loop
 from slime_retool.types import Sample
@@ -63,9 +64,18 @@ async def generate_with_tools(
 
 
 async def reward_func(args: Config, sample: Sample, **kwargs: Any) -> dict[str, Any]:
-    """{"score", "acc", "pred"}: the DAPO score, for wrong answers with the tool-use shaping; `acc` is never shaped."""
+    """{"score", "acc", "pred"}: the score of `--rm-type`, for wrong answers with the tool-use shaping.
+
+    `--shape-tool-use` says what the shaping counts, `--format-penalty` is taken off responses that are not well-formed.
+    `acc` is never shaped.
+    """
     if sample.label is None:
         raise ConfigError(f"sample {sample.index} has no label to compare with; check --label-key")
-    result = compute_score(sample.response, sample.label)
-    result["score"] = shape_tool_use(result["score"], conversation_messages(sample))
+    if args.rm_type == "dapo":  # microseconds
+        result = compute_score(sample.response, sample.label)
+    else:
+        result = await asyncio.to_thread(compute_score, sample.response, sample.label, args.rm_type)
+    result["score"] = shape_tool_use(result["score"], conversation_messages(sample, args.shape_tool_use))
+    if args.format_penalty:
+        result["score"] -= args.format_penalty * (1 - format_score(sample.response))
     return result

@@ -1,16 +1,20 @@
 """Math questions with answers to RL prompts and evaluation sets.
 
-    python examples/retool/rl_data_preprocess.py --input dapo-math-17k.parquet --output data/dapo_math_17k.jsonl
+    python examples/retool/rl_data_preprocess.py --input dapo-math-17k.parquet --output data/dapo_math_17k.jsonl \\
+        --evaluation-sets aime24.jsonl aime25.jsonl
     python examples/retool/rl_data_preprocess.py --input aime24.jsonl --output data/aime24.jsonl
 
 Read: verl's schema (`prompt` messages, `reward_model.ground_truth`), slime's (`prompt` text or messages, `label`),
-and evaluation files ({input, output}, {problem, answer}, {question, answer}). Written, one JSON object a line:
+and evaluation files ({input, output}, {problem, answer}, {question, answer}). Written, by `--schema`:
 
-    {"prompt": [{"role": "user", "content": "<question>\\n\\n<instruction>"}], "label": "34", "metadata": {...}}
+    slime   {"prompt": [{"role": "user", "content": ...}], "label": "34", "metadata": {...}}
+    verl    {"data_source", "prompt", "ability", "reward_model": {"ground_truth", "style"}, "extra_info": {"index",
+            "need_tools_kwargs", "tools_kwargs": {"code_interpreter": {"create_kwargs": {"ground_truth"}}}}}
 
-Instructions that published sets wrap around a question are replaced by one that asks for `Answer: \\boxed{...}`.
-A question that occurs several times is written once; one that occurs with different answers is left out and listed
-in <output>.contradictions.jsonl.
+Instructions that published sets wrap around a question are replaced by one that asks for `Answer: \\boxed{...}`
+(`--instruction`). A question that occurs several times is written once. Left out, and listed beside the output: one
+that occurs with different answers (<output>.contradictions.jsonl), and one that an evaluation set holds
+(<output>.leaked.jsonl).
 """
 
 from __future__ import annotations
@@ -21,20 +25,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_retool.data.math_prompts import bare_question, with_instruction
-from slime_retool.data.messages import parse_messages
+from slime_retool.data.leakage import EvaluationQuestions
+from slime_retool.data.math_prompts import INSTRUCTIONS, bare_question, with_instruction
+from slime_retool.data.questions import question_and_answer
 from slime_retool.data.readers import Row, read_rows, write_rows
 from slime_retool.errors import DataError, SlimeRetoolError
 
-# (question column, answer column), the first that fits; None stands for verl's reward_model.ground_truth.
-SCHEMAS = (
-    ("prompt", None),
-    ("prompt", "label"),
-    ("input", "output"),
-    ("problem", "answer"),
-    ("question", "answer"),
-)
-_GSM8K_MARK = "#### "
+SCHEMAS = ("slime", "verl")
 
 
 @dataclass(frozen=True)
@@ -52,62 +49,69 @@ class Conversion:
     """Different questions once instructions and surrounding blanks are removed, contradictory ones included."""
     contradictions: list[Row]
     """{question, labels} of the questions left out."""
+    leaked: list[Row]
+    """{question, label, evaluation, overlap} of the questions left out."""
 
 
-def prompt_and_label(row: Row, where: str) -> tuple[str, str]:
-    """The prompt's text and the answer's, as they stand in the row.
-
-    Raises DataError, naming `where`, when no known schema fits.
-    """
-    for question_key, label_key in SCHEMAS:
-        if label_key is None:
-            verl = row.get("reward_model")
-            label = verl.get("ground_truth") if isinstance(verl, dict) else None
-        else:
-            label = row.get(label_key)
-        if row.get(question_key) is not None and label is not None:
-            break
-    else:
-        known = ", ".join(f"{q}+{a or 'reward_model.ground_truth'}" for q, a in SCHEMAS)
-        raise DataError(f"{where}: needs one of the column pairs {known}; it has {', '.join(row)}")
-    text = row[question_key]
-    if not isinstance(text, str):
-        users = [m["content"] for m in parse_messages(text, f"{where}, {question_key}") if m["role"] == "user"]
-        if len(users) != 1:
-            raise DataError(f"{where}: the prompt must hold exactly one user message, got {len(users)}")
-        text = users[0]
-    label = str(label).rpartition(_GSM8K_MARK)[2].strip()
-    if not bare_question(text) or not label:
-        raise DataError(f"{where}: question and answer must not be empty")
-    return text, label
-
-
-def convert(rows: Sequence[Row], source: str) -> Conversion:
-    """Deduplicate `rows` by question and write them as RL prompts; `source` names them in metadata."""
+def convert(
+    rows: Sequence[Row],
+    source: str,
+    *,
+    schema: str = "slime",
+    instruction: str = "dapo",
+    evaluation: EvaluationQuestions | None = None,
+) -> Conversion:
+    """Deduplicate `rows` by question and write them as RL prompts; `source` names them."""
     prompt_labels: dict[str, set[str]] = {}
     labels: dict[str, set[str]] = {}
     first: dict[str, Row] = {}
     for number, row in enumerate(rows):
-        prompt, label = prompt_and_label(row, f"{source}, row {number + 1}")
+        prompt, label = question_and_answer(row, f"{source}, row {number + 1}")
         question = bare_question(prompt)
         prompt_labels.setdefault(prompt, set()).add(label)
         labels.setdefault(question, set()).add(label)
-        first.setdefault(
-            question,
-            {
-                "prompt": [{"role": "user", "content": with_instruction(question)}],
-                "label": label,
-                "metadata": {"source": row.get("data_source") or source, "row": number},
-            },
-        )
+        content = with_instruction(question, instruction)
+        first.setdefault(question, _row(schema, content, label, row.get("data_source") or source, number))
+    contradictory = {question for question, found in labels.items() if len(found) > 1}
+    leaked = {}
+    if evaluation is not None:
+        leaks = {question: evaluation.find(question) for question in first}
+        leaked = {question: leak for question, leak in leaks.items() if leak is not None}
     return Conversion(
-        rows=[row for question, row in first.items() if len(labels[question]) == 1],
+        rows=[row for question, row in first.items() if question not in contradictory and question not in leaked],
         num_read=len(rows),
         num_unique_prompts=len(prompt_labels),
         num_contradictory_prompts=sum(len(found) > 1 for found in prompt_labels.values()),
         num_unique=len(first),
-        contradictions=[{"question": q, "labels": sorted(found)} for q, found in labels.items() if len(found) > 1],
+        contradictions=[{"question": q, "labels": sorted(labels[q])} for q in first if q in contradictory],
+        leaked=[
+            {"question": q, "label": min(labels[q]), "evaluation": leak.evaluation, "overlap": round(leak.overlap, 3)}
+            for q, leak in leaked.items()
+        ],
     )
+
+
+def _row(schema: str, content: str, label: str, source: str, number: int) -> Row:
+    prompt = [{"role": "user", "content": content}]
+    if schema == "slime":
+        return {"prompt": prompt, "label": label, "metadata": {"source": source, "row": number}}
+    return {
+        "data_source": source,
+        "prompt": prompt,
+        "ability": "MATH",
+        "reward_model": {"ground_truth": label, "style": "rule"},
+        "extra_info": {
+            "index": number,
+            "need_tools_kwargs": True,
+            "tools_kwargs": {"code_interpreter": {"create_kwargs": {"ground_truth": label}}},
+        },
+    }
+
+
+def evaluation_questions(files: Sequence[str]) -> EvaluationQuestions:
+    """The questions of evaluation files, named "<file>, row <number>"."""
+    named = ((f"{Path(file).name}, row {n}", row) for file in files for n, row in enumerate(read_rows(file), start=1))
+    return EvaluationQuestions((name, bare_question(question_and_answer(row, name)[0])) for name, row in named)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,25 +120,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--input", required=True, metavar="FILE", help="a .parquet or .jsonl file")
     parser.add_argument("--output", required=True, metavar="FILE", help="where to write; .jsonl (or .parquet)")
+    parser.add_argument("--schema", choices=SCHEMAS, default="slime", help="columns to write (default: %(default)s)")
+    parser.add_argument(
+        "--instruction", choices=tuple(INSTRUCTIONS), default="dapo",
+        help="what is said about the answer's form: as published with DAPO-Math-17k, in one short sentence, or nothing "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--evaluation-sets", nargs="+", default=[], metavar="FILE", help="leave out questions that these files hold"
+    )
     args = parser.parse_args(argv)
     try:
-        done = convert(read_rows(args.input), Path(args.input).stem)
+        evaluation = evaluation_questions(args.evaluation_sets) if args.evaluation_sets else None
+        done = convert(
+            read_rows(args.input), Path(args.input).stem,
+            schema=args.schema, instruction=args.instruction, evaluation=evaluation,
+        )  # fmt: skip
         if not done.rows:
-            raise DataError(f"{args.input}: every question has contradictory answers, nothing to write")
+            raise DataError(f"{args.input}: every question is contradictory or leaked, nothing to write")
         write_rows(args.output, done.rows)
-        list_file = Path(f"{args.output}.contradictions.jsonl")
-        if done.contradictions:
-            write_rows(list_file, done.contradictions)
-        else:
-            list_file.unlink(missing_ok=True)
+        for name, listed in (("contradictions", done.contradictions), ("leaked", done.leaked)):
+            list_file = Path(f"{args.output}.{name}.jsonl")
+            if listed:
+                write_rows(list_file, listed)
+            else:
+                list_file.unlink(missing_ok=True)
     except SlimeRetoolError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    checked = f", {len(done.leaked)} that an evaluation set holds left out" if evaluation is not None else ""
     print(
         f"{args.input}: {done.num_read} rows, {done.num_unique_prompts} unique prompts, "
         f"{done.num_contradictory_prompts} of them with contradictory answers\n"
         f"{args.output}: {done.num_unique} unique questions (instructions and surrounding blanks removed), "
-        f"{len(done.contradictions)} contradictory left out, {len(done.rows)} rows written"
+        f"{len(done.contradictions)} contradictory left out{checked}, {len(done.rows)} rows written"
     )
     return 0
 

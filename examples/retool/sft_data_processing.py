@@ -13,25 +13,30 @@ A ReTool row holds its whole solution in one assistant text: prose, `<code>` blo
 
 so that SFT teaches the call format which RL samples in, and never the interpreter's words. Output columns:
 `messages` and `tools`, both lists of objects. Rows that do not have this shape are left out, counted by reason, and
-listed in <output>.rejected.jsonl.
+listed in <output>.rejected.jsonl. `--verify-code` also runs every block in the sandbox, and leaves out rows whose
+recorded output it does not reproduce.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from code_agreement import disagreement
 from tool_sandbox import SCHEMA
 
-from slime_retool.data.math_prompts import with_instruction
+from slime_retool.data.math_prompts import INSTRUCTIONS, with_instruction
 from slime_retool.data.messages import parse_messages
 from slime_retool.data.readers import Row, read_rows, write_rows
 from slime_retool.errors import ConfigError, DataError, SlimeRetoolError
+from slime_retool.sandbox import Sandbox, SandboxPolicy
+from slime_retool.sandbox.policy import ISOLATION_LEVELS
 from slime_retool.types import Message
 
 TOOLS = [SCHEMA]
@@ -48,7 +53,7 @@ _ANSWER = re.compile(r"<answer>(?P<answer>.*?)</answer>", re.DOTALL)
 _TAG = re.compile(r"</?(?:code|interpreter|answer)>")
 
 
-def convert_row(row: Row) -> Row:
+def convert_row(row: Row, instruction: str = "dapo") -> Row:
     """One ReTool row as {messages, tools}. Raises DataError with the reason when it does not have that shape."""
     messages = parse_messages(row.get("messages"), "messages")
     roles = [message["role"] for message in messages if message["role"] != "system"]
@@ -62,7 +67,7 @@ def convert_row(row: Row) -> Row:
             converted += split_assistant_text(message["content"])
         elif message["role"] == "user":
             question = message["content"].partition(QUESTION_MARKER)[2] or message["content"]
-            converted.append({"role": "user", "content": with_instruction(question)})
+            converted.append({"role": "user", "content": with_instruction(question, instruction)})
         else:
             converted.append({"role": "system", "content": message["content"]})
     if "\\boxed{" not in converted[-1]["content"]:
@@ -116,15 +121,25 @@ def _prose(text: str) -> str:
     return text.strip()
 
 
-def convert_rows(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """(converted rows, rejected rows as {row, reason, messages})."""
-    converted, rejected = [], []
+def convert_rows(rows: Sequence[Row], instruction: str = "dapo") -> tuple[dict[int, Row], list[Row]]:
+    """(converted rows by row number, rejected rows as {row, reason, messages})."""
+    converted, rejected = {}, []
     for number, row in enumerate(rows, start=1):
         try:
-            converted.append(convert_row(row))
+            converted[number] = convert_row(row, instruction)
         except DataError as error:
             rejected.append({"row": number, "reason": str(error), "messages": row.get("messages")})
     return converted, rejected
+
+
+async def verify_rows(converted: Mapping[int, Row], policy: SandboxPolicy) -> dict[int, str]:
+    """Row number -> reason, of the rows whose code does not print what was recorded.
+
+    Raises ToolUnavailable when the sandbox is down: no row is judged by an outage.
+    """
+    async with Sandbox(policy) as box:
+        reasons = await asyncio.gather(*(disagreement(box, row["messages"]) for row in converted.values()))
+    return {number: reason for number, reason in zip(converted, reasons, strict=True) if reason is not None}
 
 
 def load_rows(source: str) -> list[Row]:
@@ -161,9 +176,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--output", required=True, metavar="FILE", help="where to write; .parquet or .jsonl")
+    parser.add_argument(
+        "--instruction", choices=tuple(INSTRUCTIONS), default="dapo",
+        help="what is said about the answer's form; the same as in rl_data_preprocess.py (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--verify-code", action="store_true", help="keep only rows whose recorded output still comes")
+    parser.add_argument(
+        "--sandbox-isolation", choices=ISOLATION_LEVELS, default=ISOLATION_LEVELS[0],
+        help="how the code is shut in, see docs/sandbox.md (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tool-timeout", type=float, default=10.0, help="seconds a block may run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tool-concurrency", type=int, default=16, help="blocks that run at once (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     try:
-        converted, rejected = convert_rows(load_rows(args.input))
+        rows = load_rows(args.input)
+        converted, rejected = convert_rows(rows, args.instruction)
+        if args.verify_code:
+            policy = SandboxPolicy(args.sandbox_isolation, timeout=args.tool_timeout, concurrency=args.tool_concurrency)
+            for number, reason in asyncio.run(verify_rows(converted, policy)).items():
+                del converted[number]
+                rejected.append({"row": number, "reason": reason, "messages": rows[number - 1]["messages"]})
         list_file = Path(f"{args.output}.rejected.jsonl")
         if rejected:
             write_rows(list_file, rejected)
@@ -172,8 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for reason, count in Counter(row["reason"] for row in rejected).most_common():
             print(f"left out {count}: {reason}")
         if not converted:
-            raise DataError(f"none of {len(rejected)} rows has the shape of ReTool-SFT; reasons in {list_file}")
-        write_rows(args.output, converted)
+            raise DataError(f"none of {len(rejected)} rows can be used; reasons in {list_file}")
+        write_rows(args.output, converted.values())
     except SlimeRetoolError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -76,8 +76,8 @@ class TrainerActor:
         workers = self._config.rollout_num_gpus_per_engine if self._config.on_cuda else 1
         self._sync = WeightSync(self._trainer, urls, host=_address(self._config), gpus_per_engine=workers)
 
-    def update_weights(self, *, resume: bool = True) -> int:
-        return self._sync.update(resume=resume)
+    def update_weights(self, *, asleep: bool = False) -> int:
+        return self._sync.update(asleep=asleep)
 
     def weight_checksums(self) -> dict[str, str]:
         return self._sync.weight_checksums()

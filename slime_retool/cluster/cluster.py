@@ -136,8 +136,8 @@ class Cluster:
 
         With --offload-rollout the engines stay paused until `begin_generation`.
         """
-        resume = not self._config.offloads_rollout
-        return _get([actor.update_weights.remote(resume=resume) for actor in self._trainers])[0]
+        asleep = self._config.offloads_rollout
+        return _get([actor.update_weights.remote(asleep=asleep) for actor in self._trainers])[0]
 
     def begin_generation(self) -> None:
         """Trainers leave, engines take room for their cache and go on."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from megatron_bridge import flags
 from megatron_bridge.model_config import ModelArgs
 from slime_retool.config import groups
+from slime_retool.data.mixture import DataSet, parse_data_sets
 
 
 @dataclass
@@ -72,6 +73,12 @@ class Config(
             return len(self.rollout_external_urls)
         gpus = self.rollout_num_gpus or (self.world_size if self.colocate else self.rollout_num_gpus_per_engine)
         return gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def prompt_sets(self) -> list[DataSet]:
+        """The data sets of `--prompt-data`. Raises ConfigError for values that do not go together."""
+        values = self.prompt_data
+        return parse_data_sets([values] if isinstance(values, str) else values)  # a hook may set a single path
 
     @property
     def weight_transport(self) -> str:

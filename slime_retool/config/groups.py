@@ -95,7 +95,13 @@ class CheckpointArgs:
 class DataArgs:
     """Data."""
 
-    prompt_data: str | None = flag(None, metavar="FILE", help="Training prompts or conversations: .jsonl or .parquet.")
+    prompt_data: list[str] = flag(
+        [],
+        nargs="+",
+        metavar="[NAME=]FILE[@WEIGHT]",
+        help="Training prompts or conversations, .jsonl or .parquet. Several files are mixed by weight (default: their "
+        "sizes) and reported by name; FILE@[a:b] takes rows a to b only.",
+    )
     input_key: str = flag("prompt", help="Column with the prompt (text or messages) or, in SFT, the conversation.")
     label_key: str = flag("label", help="Column with the ground truth.")
     tool_key: str = flag("tools", help="Column with the tool schemas (a list, or JSON text of one).")
@@ -133,7 +139,21 @@ class RolloutArgs:
     )
     custom_rm_path: str | None = flag(None, help="Hook reward_func(args, sample) -> number or dict.")
     rm_type: str = flag(
-        "dapo", choices=("dapo", "math_verify"), help="Built-in reward when --custom-rm-path is not given."
+        "dapo",
+        choices=("dapo", "math_verify"),
+        help="How answers are compared, by the built-in reward and by ReTool's: the published rule (the box must hold "
+        "the very characters of the ground truth), or by meaning.",
+    )
+    reward_timeout: float = flag(
+        300.0, help="Seconds the --custom-rm-path hook may run for one sample; beyond that the sample is dropped."
+    )
+    shape_tool_use: str = flag(
+        "turns",
+        choices=("turns", "calls", "none"),
+        help="ReTool's reward_func: what earns a wrong answer a smaller penalty, rounds of tool use or executed calls.",
+    )
+    format_penalty: float = flag(
+        0.0, help="ReTool's reward_func: taken off the score of a response that is not well-formed."
     )
     reward_key: str | None = flag(None, help="Entry of a reward dict that is trained on (default score).")
     rollout_max_response_len: int = flag(1024, help="Tokens of one response, observations included.")
@@ -267,6 +287,21 @@ class PerfArgs:
     recompute_granularity: str | None = flag(None, choices=("full", "selective"), help="Activation recomputation.")
     recompute_method: str | None = flag(None, choices=("uniform", "block"), help="How layers are chosen for it.")
     recompute_num_layers: int | None = flag(None, help="Layers per recomputed chunk (uniform) or stage (block).")
+    recompute_modules: list[str] = flag(
+        [], nargs="+", help="Parts recomputed with granularity selective: core_attn (default), layernorm, mlp."
+    )
+    gradient_accumulation_fusion: bool = flag(
+        True, help="Transformer Engine adds weight gradients to the fp32 buffer inside its matrix products."
+    )
+    overlap_grad_reduce: bool = flag(False, help="Reduce gradients over data-parallel ranks during the backward.")
+    overlap_param_gather: bool = flag(
+        False, help="Gather the distributed optimizer's parameters during the next forward."
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False, help="Keep master weights as bf16 and 16 further bits (exact; saves 2 bytes a parameter; needs TE)."
+    )
+    optimizer_cpu_offload: bool = flag(False, help="Keep optimizer state in host memory and update there.")
+    optimizer_offload_fraction: float = flag(1.0, help="Share of it, with --optimizer-cpu-offload.")
     attention_dropout: float = flag(0.0, help="Attention dropout (RL needs 0).")
     hidden_dropout: float = flag(0.0, help="Hidden dropout (RL needs 0).")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Accumulate and reduce gradients in fp32.")

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, nearest_divisor, required
 from slime_retool.config.config import Config
+from slime_retool.data.readers import split_slice
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
 
@@ -64,6 +65,7 @@ def _require(ok: bool, message: str) -> None:
 
 
 def _require_file(path: str, flag: str) -> None:
+    path, _ = split_slice(path)
     _require(os.path.isfile(path), f"{flag}: no such file: {path}")
 
 
@@ -130,8 +132,9 @@ def _check_parallel(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    _require(config.prompt_data is not None, "--prompt-data is required: a .jsonl or .parquet file")
-    _require_file(config.prompt_data, "--prompt-data")
+    _require(bool(config.prompt_data), "--prompt-data is required: a .jsonl or .parquet file")
+    for data_set in config.prompt_sets:
+        _require_file(data_set.file, "--prompt-data")
     _require(
         len(config.eval_prompt_data) % 2 == 0,
         f"--eval-prompt-data takes pairs NAME FILE, got {len(config.eval_prompt_data)} values: "
@@ -194,6 +197,7 @@ def _check_batches(config: Config) -> None:
         _require(value >= 1, f"{flag} must be at least 1, got {value}")
     for flag, value in (
         ("--tool-timeout", config.tool_timeout),
+        ("--reward-timeout", config.reward_timeout),
         ("--rollout-request-timeout", config.rollout_request_timeout),
         ("--sglang-startup-timeout", config.sglang_startup_timeout),
         ("--distributed-timeout-minutes", config.distributed_timeout_minutes),
@@ -331,6 +335,21 @@ def _check_precision(config: Config) -> None:
             config.recompute_method is not None and config.recompute_num_layers is not None,
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
         )
+    _require(
+        not config.recompute_modules or config.recompute_granularity == "selective",
+        f"--recompute-modules {' '.join(config.recompute_modules)} needs --recompute-granularity selective",
+    )
+    for flag, value in (
+        ("--overlap-param-gather", config.overlap_param_gather),
+        ("--use-precision-aware-optimizer", config.use_precision_aware_optimizer),
+        ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
+    ):
+        _require(
+            not value or (config.device != "cpu" and config.use_distributed_optimizer),
+            f"{flag} needs GPUs and --use-distributed-optimizer; leave it out",
+        )
+    fraction = config.optimizer_offload_fraction
+    _require(0 < fraction <= 1, f"--optimizer-offload-fraction must be above 0 and at most 1, got {fraction}")
 
 
 def _check_engines(config: Config) -> None:

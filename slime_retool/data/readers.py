@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,20 @@ Row = dict[str, Any]
 """One data row: column name -> plain Python value (str, int, float, bool, None, list, dict)."""
 
 
+_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+
+
+def split_slice(path: str | Path) -> tuple[str, slice]:
+    """(path, rows) of "FILE@[a:b]", a Python slice of the file's rows; without one, all of them."""
+    match = _SLICE.match(str(path))
+    if match is None:
+        return str(path), slice(None)
+    start, stop = (int(match[bound]) if match[bound] else None for bound in ("start", "stop"))
+    return match["path"], slice(start, stop)
+
+
 def read_rows(path: str | Path) -> list[Row]:
-    """All rows of a .jsonl or .parquet file.
+    """All rows of a .jsonl or .parquet file, or those of "FILE@[a:b]".
 
     Parquet stores a list of objects as one struct type, so that every object has every object's keys, filled with
     null. Such nulls (inside a column, not the column itself) are removed again. JSON lines are returned as written.
@@ -22,7 +35,8 @@ def read_rows(path: str | Path) -> list[Row]:
     Raises ConfigError for a missing file or an unknown extension, DataError for a file that cannot be read; the
     message names the line where one is at fault.
     """
-    path = Path(path)
+    name, chosen = split_slice(path)
+    path = Path(name)
     if not path.is_file():
         raise ConfigError(f"data file {str(path)!r} does not exist; check the path")
     if path.suffix == ".jsonl":
@@ -33,7 +47,9 @@ def read_rows(path: str | Path) -> list[Row]:
         raise ConfigError(f"data file {str(path)!r} must end in .jsonl or .parquet")
     if not rows:
         raise DataError(f"{path} holds no rows")
-    return rows
+    if not rows[chosen]:
+        raise DataError(f"{path} has {len(rows)} rows, none of them in [{chosen.start or ''}:{chosen.stop or ''}]")
+    return rows[chosen]
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 
 from slime_retool.config import Config
 from slime_retool.data.messages import parse_messages, parse_tools
+from slime_retool.data.mixture import DataSet, next_of_mixture
+from slime_retool.data.questions import final_answer
 from slime_retool.data.readers import Row, parse_json, read_rows
 from slime_retool.data.rendering import render_prompt
 from slime_retool.errors import ConfigError, DataError
@@ -22,39 +24,29 @@ logger = logging.getLogger(__name__)
 class PromptDataSource:
     """The rows of `--prompt-data`, over and over; implements `rollout.context.DataSource`.
 
-    Every epoch visits every row once. Its order depends on (rollout_seed, epoch) alone, so a resumed run goes on
-    exactly where it stopped and later epochs are whole.
+    Every data set is visited whole in each of its epochs, in an order that depends on (rollout_seed, epoch) alone, and
+    which data set comes next depends on how much of each was used (`mixture.next_of_mixture`). So a resumed run goes on
+    exactly where it stopped.
 
     Raises ConfigError or DataError for a file that cannot be used, DataError when the length filter leaves nothing.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        if config.prompt_data is None:
+        sets = config.prompt_sets
+        if not sets:
             raise ConfigError("--prompt-data is required: give a .jsonl or .parquet file")
-        self._rows = samples_from_file(config.prompt_data, config)
         self._copies = config.n_samples_per_prompt
-        self._shuffle, self._seed = config.rollout_shuffle, config.rollout_seed
-        before = len(self._rows)
-        if config.rollout_max_prompt_len is not None:
-            self._rows = [s for s in self._rows if _prompt_length(tokenizer, s) <= config.rollout_max_prompt_len]
-        self.num_dropped = before - len(self._rows)
-        if self.num_dropped:
-            logger.warning(
-                "%s: %d of %d rows left out, their prompt has more than %d tokens",
-                config.prompt_data, self.num_dropped, before, config.rollout_max_prompt_len,
-            )  # fmt: skip
-        if not self._rows:
-            raise DataError(
-                f"{config.prompt_data}: all {before} prompts have more than --rollout-max-prompt-len "
-                f"{config.rollout_max_prompt_len} tokens; raise it"
-            )
-        self._epoch = self._offset = self._next_index = self._next_group = 0
-        self._order = self._order_of(0)
+        self._streams = [_Stream(each, config, tokenizer, with_source=len(sets) > 1) for each in sets]
+        self._weights = [
+            each.weight or float(stream.num_rows) for each, stream in zip(sets, self._streams, strict=True)
+        ]
+        self.num_dropped = sum(stream.num_dropped for stream in self._streams)
+        self._next_index = self._next_group = 0
 
     @property
     def num_rows(self) -> int:
-        """Rows of one epoch, after the length filter."""
-        return len(self._rows)
+        """Rows after the length filter, of all data sets together: what `--num-epoch` counts as one pass."""
+        return sum(stream.num_rows for stream in self._streams)
 
     def next_groups(self, count: int) -> list[list[Sample]]:
         """The next `count` rows, each as n_samples_per_prompt fresh samples; goes on into the next epoch."""
@@ -63,8 +55,7 @@ class PromptDataSource:
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is only valid with."""
         return {
-            "epoch": self._epoch,
-            "offset": self._offset,
+            "positions": [[stream.epoch, stream.offset] for stream in self._streams],
             "next_index": self._next_index,
             "next_group_index": self._next_group,
             **self._fingerprint(),
@@ -78,29 +69,70 @@ class PromptDataSource:
                     f"the checkpoint's data position was taken with {key} {state[key]}, now it is {value}; resume with "
                     f"the same --prompt-data, --rollout-max-prompt-len, --rollout-seed and --rollout-shuffle"
                 )
-        self._epoch, self._offset = state["epoch"], state["offset"]
         self._next_index, self._next_group = state["next_index"], state["next_group_index"]
-        self._order = self._order_of(self._epoch)
+        for stream, (epoch, offset) in zip(self._streams, state["positions"], strict=True):
+            stream.move_to(epoch, offset)
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {"num_rows": self.num_rows, "rollout_seed": self._seed, "rollout_shuffle": self._shuffle}
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._rows)))
-        if self._shuffle:
-            random.Random(f"{self._seed}-{epoch}").shuffle(order)
-        return order
+        first = self._streams[0]
+        return {
+            "num_rows": self.num_rows,
+            "data_sets": [[s.name, s.num_rows, w] for s, w in zip(self._streams, self._weights, strict=True)],
+            "rollout_seed": first.seed,
+            "rollout_shuffle": first.shuffle,
+        }
 
     def _next_group_of_samples(self) -> list[Sample]:
-        if self._offset == len(self._order):
-            self._epoch, self._offset = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
-        row = self._rows[self._order[self._offset]]
+        row = self._streams[next_of_mixture([s.num_drawn for s in self._streams], self._weights)].next_row()
         group = [copy_sample(row, self._next_index + i, self._next_group) for i in range(self._copies)]
-        self._offset += 1
         self._next_index += self._copies
         self._next_group += 1
         return group
+
+
+class _Stream:
+    """The rows of one data set, epoch after epoch."""
+
+    def __init__(self, data: DataSet, config: Config, tokenizer: Any, *, with_source: bool) -> None:
+        self.name, self.shuffle, self.seed = data.name, config.rollout_shuffle, config.rollout_seed
+        self._rows = samples_from_file(data.file, config)
+        before, limit = len(self._rows), config.rollout_max_prompt_len
+        if limit is not None:
+            self._rows = [sample for sample in self._rows if _prompt_length(tokenizer, sample) <= limit]
+        self.num_dropped = before - len(self._rows)
+        if not self._rows:
+            raise DataError(
+                f"{data.file}: all {before} prompts have more than --rollout-max-prompt-len {limit} tokens; raise it"
+            )
+        if self.num_dropped:
+            logger.warning(
+                "%s: %d of %d rows left out, their prompt has more than %d tokens",
+                data.file, self.num_dropped, before, limit,
+            )  # fmt: skip
+        if with_source or data.is_named:
+            for sample in self._rows:
+                sample.source = data.name
+        self.move_to(0, 0)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_drawn(self) -> int:
+        return self.epoch * len(self._rows) + self.offset
+
+    def move_to(self, epoch: int, offset: int) -> None:
+        self.epoch, self.offset = epoch, offset
+        self._order = list(range(len(self._rows)))
+        if self.shuffle:
+            random.Random(f"{self.seed}-{epoch}").shuffle(self._order)
+
+    def next_row(self) -> Sample:
+        if self.offset == len(self._rows):
+            self.move_to(self.epoch + 1, 0)
+        self.offset += 1
+        return self._rows[self._order[self.offset - 1]]
 
 
 def samples_from_file(
@@ -110,8 +142,8 @@ def samples_from_file(
 
     A message list (or JSON text of one) stays a conversation; other text is the prompt itself or, with
     `--apply-chat-template`, one user message. The label is `label_key`'s column, else verl's
-    `reward_model.ground_truth`, as text. Metadata holds the metadata column (else verl's `extra_info`) and
-    `data_source`.
+    `reward_model.ground_truth`, as text; of a worked solution in GSM8K's form, the answer behind "####". Metadata holds
+    the metadata column (else verl's `extra_info`) and `data_source`.
 
     Raises ConfigError or DataError, naming file and row.
     """
@@ -162,6 +194,7 @@ def copy_sample(sample: Sample, index: int, group_index: int) -> Sample:
         label=sample.label,
         index=index,
         group_index=group_index,
+        source=sample.source,
         tools=copy.deepcopy(sample.tools),
         metadata=copy.deepcopy(sample.metadata),
     )
@@ -192,8 +225,10 @@ def _label(row: Row, key: str) -> str | None:
     value = row.get(key)
     if value is None and isinstance(row.get("reward_model"), dict):
         value = row["reward_model"].get("ground_truth")
-    if value is None or isinstance(value, str):
-        return value
+    if isinstance(value, str):
+        return final_answer(value)
+    if value is None:
+        return None
     return json.dumps(value, ensure_ascii=False)
 
 

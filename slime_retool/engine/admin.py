@@ -2,8 +2,7 @@
 
 The order of a weight update (each step for every engine before the next):
 
-    pause()  ->  flush_cache()  ->  update_weights_from_*(...) per bucket  ->  set_weight_version()  ->  flush_cache()
-    ->  resume()
+    pause()  ->  flush_cache()  ->  update_weights_from_*(...) per bucket  ->  set_weight_version()  ->  resume()
 
 Between generating and training on the same GPUs: pause(), flush_cache(), release_memory(tags), and back with
 resume_memory(tags), resume().

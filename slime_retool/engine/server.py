@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -155,9 +156,24 @@ def server_environment(config: Config, devices: Sequence[int] | None) -> dict[st
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     if not config.on_cuda:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    elif devices is not None:
+        return environment
+    if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    if config.offloads_rollout:
+        # The memory saver is preloaded, before torch could say where the CUDA runtime that it needs is.
+        folders = [environment.get("LD_LIBRARY_PATH"), *_cuda_runtime_folders()]
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
     return environment
+
+
+def _cuda_runtime_folders() -> list[str]:
+    """Folders with libcudart: of the wheels that torch depends on, and of a CUDA installation."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else list(spec.submodule_search_locations or [])
+    folders = [folder for root in roots for folder in sorted(Path(root).glob("*/lib"))] + [
+        Path("/usr/local/cuda/lib64")
+    ]
+    return [str(folder) for folder in folders if any(folder.glob("libcudart.so.*"))]
 
 
 class EngineProcess(Server):

@@ -24,24 +24,61 @@ def last_boxed(text: str) -> str | None:
     return text[answer[0] : answer[1]] if answer else None
 
 
+def published_box(text: str) -> str | None:
+    r"""Content of the last \\boxed{ in `text`, up to its closing brace; None when there is none or it is not closed.
+
+    As in the published rule: a later box that is left open hides an earlier one, of nested boxes the inner one counts.
+    """
+    begin = text.rfind("\\boxed{")
+    if begin < 0:
+        return None
+    begin += len("\\boxed{")
+    depth = 1
+    for position in range(begin, len(text)):
+        if text[position] in "{}":
+            depth += 1 if text[position] == "{" else -1
+            if depth == 0:
+                return text[begin:position]
+    return None
+
+
+_STATED = re.compile(r"(?:\bAnswer\**[ \t]*(?:is[ \t]*)?:\**|\banswer is)[ \t]*([^\n]+)", re.IGNORECASE)
+
+
+def last_answer(text: str) -> str | None:
+    r"""The answer that a response states: its last complete box, else what follows its last "Answer:" or "answer is".
+
+    None when it states none.
+    """
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
+    stated = _STATED.findall(text[-_STATED_WINDOW:])
+    return stated[-1].strip().rstrip(".").strip("*") if stated else None
+
+
+_STATED_WINDOW = 2000
+
+
 def without_tool_text(response: str) -> str:
-    """The response without its tool calls and observations: what the model itself says.
+    """The response with its tool calls and observations blanked out, at the same length: what the model itself says.
 
     An answer that only the tool printed, or that only stands in code, is not the model's answer.
     """
     for tag in ("tool_call", "tool_response", "code", "interpreter"):
-        response = _without(response, f"<{tag}>", f"</{tag}>")
+        response = _blanked(response, f"<{tag}>", f"</{tag}>")
     return response
 
 
-def _without(text: str, opening: str, closing: str) -> str:
+def _blanked(text: str, opening: str, closing: str) -> str:
     parts = []
     position = 0
     while (start := text.find(opening, position)) >= 0:
         end = text.find(closing, start)
         if end < 0:
             break
-        parts.append(text[position:start])
-        position = end + len(closing)
+        end += len(closing)
+        parts += [text[position:start], "\n" * (end - start)]
+        position = end
     parts.append(text[position:])
     return "".join(parts)

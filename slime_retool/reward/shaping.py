@@ -2,22 +2,30 @@
 
 The published ReTool recipes add, to wrong answers only, (n - 2) / 2 * 0.1 and cap the sum at -0.6. They differ in n:
 verl's counts the messages of the conversation, slime's the tool calls, so that there a failure without any call
-scores -1.1. Here n counts messages: 2 for question and answer, and 2 more for every round of tool use. A failure
-then scores -1.0 without tools, -0.9 with one round, and -0.6 from four rounds on.
+scores -1.1. Here n is always 2 for question and answer, and 2 more for every unit of tool use; `--shape-tool-use` says
+what a unit is. A failure scores -1.0 without tools, -0.9 with one unit, and -0.6 from four units on.
 """
 
 from __future__ import annotations
 
 from slime_retool.types import Sample
 
+COUNTED = ("turns", "calls", "none")
 
-def conversation_messages(sample: Sample) -> int:
+
+def conversation_messages(sample: Sample, counted: str = "turns") -> int:
     """Messages of the conversation as the formula counts them.
 
-    A round needs a further assistant turn and an executed call: neither many calls in one turn nor malformed calls
-    earn more.
+    `turns`: a round of tool use is a further assistant turn and an executed call; neither many calls in one turn nor
+    malformed calls earn more. `calls`: every executed call counts. `none`: no tool use does.
     """
-    return 2 + 2 * min(max(0, sample.num_turns - 1), sample.num_tool_calls)
+    assert counted in COUNTED, counted
+    units = {
+        "turns": min(max(0, sample.num_turns - 1), sample.num_tool_calls),
+        "calls": sample.num_tool_calls,
+        "none": 0,
+    }
+    return 2 + 2 * units[counted]
 
 
 def shape_tool_use(score: float, num_messages: int, *, cap: float = -0.6) -> float:

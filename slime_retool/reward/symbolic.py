@@ -38,6 +38,13 @@ class MathVerifier:
     def equal(self, ground_truth: str, answer: str) -> bool:
         """Whether the two answers (LaTeX, without the box) are equal; not equal when it takes too long to tell.
 
+        Raises as `compare` does.
+        """
+        return self.compare(ground_truth, answer) is True
+
+    def compare(self, ground_truth: str, answer: str) -> bool | None:
+        """As `equal`, and None when the comparison took too long or crashed its worker.
+
         Raises RewardError when a worker cannot be started (math-verify not installed, say).
         """
         worker = self._idle.get()
@@ -48,7 +55,7 @@ class MathVerifier:
             if reply is None:
                 _end(worker)
                 worker = None
-            return reply is True
+            return reply
         except BaseException:
             if worker is not None:
                 _end(worker)

@@ -15,6 +15,9 @@ def main() -> None:
     # Python puts this file's folder first, where `math_verify.py` would hide the library of that name.
     del sys.path[0]
     from math_verify import parse, verify
+    from math_verify.parser import LatexExtractionConfig
+
+    latex = [LatexExtractionConfig()]
 
     seconds = float(sys.argv[1])
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -27,8 +30,8 @@ def main() -> None:
         signal.alarm(math.ceil(seconds) + 2)
         try:
             # No time limits of the library's own: they need signals.
-            gold = parse(f"${ground_truth}$", parsing_timeout=None)
-            target = parse(f"${answer}$", parsing_timeout=None)
+            gold = parse(f"${ground_truth}$", latex, parsing_timeout=None)
+            target = parse(f"${answer}$", latex, parsing_timeout=None)
             same = bool(verify(gold, target, timeout_seconds=None)) or same_for_positive(gold, target)
         except Exception:
             same = False

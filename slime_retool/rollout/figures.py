@@ -53,6 +53,20 @@ def sample_figures(samples: Sequence[Sample], reward_key: str | None) -> dict[st
     return figures
 
 
+SOURCE_FIGURES = (
+    "samples", "accuracy", "reward_mean", "tool_call_rate", "mean_turns", "response_tokens_mean", "truncated_ratio",
+)  # fmt: skip
+
+
+def source_figures(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
+    """`<source>/<figure>` of the data sets that samples name (`Sample.source`), for a few figures of each."""
+    figures: dict[str, float] = {}
+    for source in sorted({sample.source for sample in samples} - {""}):
+        of_source = sample_figures([sample for sample in samples if sample.source == source], reward_key)
+        figures |= {f"{source}/{name}": of_source[name] for name in SOURCE_FIGURES if name in of_source}
+    return figures
+
+
 def boundary_of(sample: Sample) -> str:
     """The part that failed, from a FAILED sample's error text ("engine: ...")."""
     return (sample.error or "rollout").partition(":")[0]

@@ -1,13 +1,12 @@
 """Run the user's `generate` and `reward_func` on samples, and keep outages apart from mistakes.
 
 An outage (`RolloutError`: engine, tool, reward) marks one sample FAILED. Any other exception is a mistake in a hook: it
-ends the rollout at once, with its traceback.
+ends the rollout at once, with its traceback; one that the reward function raises costs its sample, like an outage.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from slime_retool.config import Config
 from slime_retool.errors import RolloutError
 from slime_retool.plugins import load_function
+from slime_retool.reward.runner import RewardRunner
 from slime_retool.types import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,12 @@ class Hooks:
         reward = config.custom_rm_path or DEFAULT_REWARD
         return cls(
             load_function(generate, "--custom-generate-function-path"),
-            load_function(reward, "--custom-rm-path"),
+            RewardRunner(
+                load_function(reward, "--custom-rm-path"),
+                reward,
+                # The built-in reward has a deadline of its own, which does not count waiting.
+                timeout=None if reward == DEFAULT_REWARD else config.reward_timeout,
+            ),
             generate,
             reward,
         )
@@ -66,13 +71,12 @@ async def run_sample(
         _check_generated(sample, hooks.generate_path, with_ids)
         if sample.status in USABLE:
             where = hooks.reward_path
-            reward = hooks.reward(config, sample)
-            sample.reward = await reward if inspect.isawaitable(reward) else reward
+            sample.reward = await hooks.reward(config, sample)
             sample.reward_value(config.reward_key)
     except RolloutError as error:
         sample.status = SampleStatus.FAILED
         sample.error = f"{error.boundary}: {error}"
-        logger.warning("sample %d failed at the %s", sample.index, sample.error)
+        logger.warning("sample %d failed at the %s", sample.index, sample.error, exc_info=error.__cause__)
     except Exception:
         logger.error("%s raised at sample %d; this ends the rollout", where, sample.index)
         raise

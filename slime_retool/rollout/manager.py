@@ -20,8 +20,9 @@ from slime_retool.rollout import evaluate as evaluation
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.engine_client import EngineStats, RouterClient
+from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel
-from slime_retool.types import RolloutBatch
+from slime_retool.types import RolloutBatch, TrainSample
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class RolloutManager:
         self._client: RouterClient | None = None
         self._endpoint: ChatEndpoint | None = None
         self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
+        self._held_out: dict[str, list[TrainSample]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -79,6 +81,12 @@ class RolloutManager:
     def evaluate(self, rollout_id: int = -1, *, resume: bool = False) -> dict[str, float]:
         """Figures of all evaluation sets, see `rollout.evaluate`."""
         return self._call(self._evaluate(rollout_id, resume))
+
+    def held_out(self) -> dict[str, list[TrainSample]]:
+        """The evaluation sets as SFT's validation data, see `rollout.held_out`; made once."""
+        if self._held_out is None:
+            self._held_out = held_out_samples(self._context, self.eval_sets)
+        return self._held_out
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""

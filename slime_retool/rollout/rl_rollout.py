@@ -21,13 +21,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from slime_retool.algo.advantages import group_relative_advantages
+from slime_retool.algo.group_relative import group_relative_advantages
 from slime_retool.config import Config
 from slime_retool.errors import DataError, RolloutError
 from slime_retool.plugins import load_function
 from slime_retool.rollout.context import DataSource, RolloutContext
 from slime_retool.rollout.dump import dump_samples
-from slime_retool.rollout.figures import sample_figures
+from slime_retool.rollout.figures import sample_figures, source_figures
 from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.types import RolloutBatch, Sample, TrainSample
@@ -53,15 +53,19 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     trained = [pair for group in kept for pair in _with_advantages(config, group)]
     finished = [sample for group in sampling.finished for sample in group]
     seconds = time.monotonic() - started
-    figures = sample_figures(finished, config.reward_key) | {
-        "train_samples": float(len(trained)),
-        "groups_kept": float(len(kept)),
-        "groups_dropped": float(sampling.num_filtered),
-        "groups_failed": float(sampling.num_failed),
-        "groups_cancelled": float(sampling.num_cancelled),
-        "seconds": seconds,
-        "tokens_per_second": sum(sum(sample.loss_mask) for sample in finished) / max(seconds, 1e-9),
-    }
+    figures = (
+        sample_figures(finished, config.reward_key)
+        | source_figures(finished, config.reward_key)
+        | {
+            "train_samples": float(len(trained)),
+            "groups_kept": float(len(kept)),
+            "groups_dropped": float(sampling.num_filtered),
+            "groups_failed": float(sampling.num_failed),
+            "groups_cancelled": float(sampling.num_cancelled),
+            "seconds": seconds,
+            "tokens_per_second": sum(sum(sample.loss_mask) for sample in finished) / max(seconds, 1e-9),
+        }
+    )
     if config.dump_rollouts:
         path = Path(config.output_dir) / "rollouts" / f"rollout_{rollout_id:06d}.jsonl"
         advantages = {id(sample): train.advantage for sample, train in trained}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
-from slime_retool.data.rendering import tokenize_conversation
 from slime_retool.errors import DataError
 from slime_retool.rollout.context import DataSource, RolloutContext
+from slime_retool.rollout.sft_tokens import ConversationTokenizer
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,10 @@ def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
     config = context.config
     assert config.rollout_batch_size is not None
     limit = config.rollout_max_context_len
+    tokenize = ConversationTokenizer(config.tool_format, context.tokenizer)
     kept: list[TrainSample] = []
     too_long = refused = drawn = 0
+    sources: Counter[str] = Counter()
     reason = ""
     while len(kept) < config.samples_per_rollout:
         if drawn >= config.max_sampling_rounds * config.samples_per_rollout:
@@ -44,7 +47,7 @@ def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
         for sample in (sample for group in groups for sample in group):
             drawn += 1
             try:
-                train_sample = _to_train_sample(context, sample)
+                train_sample = to_train_sample(tokenize, sample)
             except DataError as error:
                 refused, reason = refused + 1, str(error)
                 logger.warning("conversation %d left out: %s", sample.index, error)
@@ -53,6 +56,7 @@ def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
                 too_long += 1
             else:
                 kept.append(train_sample)
+                sources[sample.source] += 1
     metrics = {
         "rollout/samples": len(kept),
         "rollout/tokens": sum(sample.length for sample in kept),
@@ -60,15 +64,17 @@ def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
         "rollout/skipped_too_long": too_long,
         "rollout/skipped_refused": refused,
     }
+    metrics |= {f"rollout/{source}/samples": count for source, count in sorted(sources.items()) if source}
     return RolloutBatch(kept, {name: float(value) for name, value in metrics.items()})
 
 
-def _to_train_sample(context: RolloutContext, sample: Sample) -> TrainSample:
+def to_train_sample(tokenize: ConversationTokenizer, sample: Sample) -> TrainSample:
+    """A row's conversation as ids and mask. Raises DataError for one that cannot be trained on."""
     if isinstance(sample.prompt, str):
         raise DataError(
             "SFT needs conversations, this row's prompt is plain text; point --input-key at the column of messages"
         )
-    tokens, loss_mask = tokenize_conversation(context.tokenizer, sample.prompt, sample.tools)
+    tokens, loss_mask = tokenize(sample.prompt, sample.tools)
     if loss_mask:
         loss_mask[0] = 0
     return TrainSample(tokens, loss_mask, index=sample.index, group_index=sample.group_index)

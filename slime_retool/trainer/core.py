@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge.cpu_compat import install_cpu_compat
-from megatron_bridge.model import build_gpt_model, packed_seq_params, transformer_config
+from megatron_bridge.model import build_gpt_model, output_weight, packed_seq_params, transformer_config
 from slime_retool.algo import losses
-from slime_retool.algo.log_probs import vocab_parallel_log_probs
+from slime_retool.algo.log_probs import linear_log_probs
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 from slime_retool.trainer import checkpoint, parallel
@@ -101,6 +101,7 @@ class Trainer:
                 recompute_granularity=config.recompute_granularity,
                 recompute_method=config.recompute_method,
                 recompute_num_layers=config.recompute_num_layers,
+                recompute_modules=config.recompute_modules,
                 transformer_impl=config.transformer_impl,
                 # Token weights hold the denominator, so Megatron must sum micro-batches and replicas, not average.
                 calculate_per_token_loss=True,
@@ -117,11 +118,15 @@ class Trainer:
             pre_process=self.is_first_stage,
             post_process=self.is_last_stage,
             transformer_impl=config.transformer_impl,
+            output="hidden",
+            gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         ).to(self.device)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.accumulate_allreduce_grads_in_fp32,
             # Megatron's sharded optimizer takes CUDA tensors only; on the CPU every replica keeps all of it.
             use_distributed_optimizer=config.use_distributed_optimizer and config.on_cuda,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+            overlap_param_gather=config.overlap_param_gather,
         )
         self.model = DistributedDataParallel(config=self.model_config, ddp_config=ddp_config, module=module)
         self.optimizer = build_optimizer(config, self.model, self.dtype)
@@ -168,6 +173,9 @@ class Trainer:
                 ref = self.reference_log_probs(samples)
         prepared = time.perf_counter()
         results = [self._train_step(samples, step, old, ref) for step in steps]
+        if config.overlap_param_gather:
+            # The next forward would gather them; whoever reads weights before that needs them now.
+            self.model.start_param_sync(force_sync=True)
         end = time.perf_counter()
         metrics = {f"train/{k}": sum(r.metrics[k] for r in results) / len(results) for k in results[0].metrics}
         if config.use_rollout_logprobs and "train/logprob_abs_diff" in metrics:
@@ -249,11 +257,11 @@ class Trainer:
             unused.add("logprob_abs_diff")
         return unused
 
-    def _loss(self, batch: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of one micro-batch from logits [1, T, V]; Megatron wants (loss, number of tokens, what to report)."""
+    def _loss(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of one micro-batch from hidden states [1, T, H]; Megatron wants (loss, token count, what to report)."""
         config = self.config
         sft = config.loss_type == "sft_loss"
-        log_probs, entropy = self._log_probs_of(batch, logits, with_entropy=True)
+        log_probs, entropy = self._log_probs_of(batch, hidden, with_entropy=True)
         metrics: losses.Metrics = {}
         if sft:
             loss, more = losses.sft_loss(log_probs, batch.weights)
@@ -291,7 +299,7 @@ class Trainer:
     # Log-probs
 
     def log_probs(self, samples: Sequence[TrainSample]) -> LogProbs:
-        """Log-prob of every token given those before it, at the rollout temperature, on every rank."""
+        """Log-prob of every learned token given those before it, at the rollout temperature; others 0."""
         packed = [pack(samples, i, multiple=self._multiple, device=self.device) for i in self._schedule(samples)]
         with torch.no_grad():
             per_micro_batch = self._run(packed, self._report_log_probs, forward_only=True)
@@ -318,18 +326,22 @@ class Trainer:
         finally:
             checkpoint.set_weights(self.module, actor)
 
-    def _report_log_probs(self, batch: PackedBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
-        return self._log_probs_of(batch, logits, with_entropy=False)[0]
+    def _report_log_probs(self, batch: PackedBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+        return self._log_probs_of(batch, hidden, with_entropy=False)[0]
 
-    def _log_probs_of(self, batch: PackedBatch, logits: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    def _log_probs_of(self, batch: PackedBatch, hidden: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [T] from hidden states [1, T, H] at the learned positions; 0 elsewhere."""
         temperature = self.config.rollout_temperature if self.config.loss_type == "policy_loss" else 1.0
-        return vocab_parallel_log_probs(
-            logits.reshape(-1, logits.shape[-1]),
+        return linear_log_probs(
+            hidden[0],
+            output_weight(self.module),
             batch.targets,
             vocab_size=self._vocab_size,
+            positions=batch.learned,
             temperature=temperature,
             with_entropy=with_entropy,
             tp_group=self.tp_group,
+            sequence_parallel=self.model_config.sequence_parallel,
         )
 
     # Micro-batches
@@ -348,7 +360,7 @@ class Trainer:
         return schedule(lengths, self.dp_size, samples_per_micro_batch=self.config.micro_batch_size)[self.dp_rank]
 
     def _run(self, packed: list[PackedBatch], on_output: Any, *, forward_only: bool = False) -> list[Any]:
-        """Forward (and backward) all micro-batches; on a last stage, what `on_output(batch, logits)` reports."""
+        """Forward (and backward) all micro-batches; on a last stage, what `on_output(batch, hidden)` reports."""
 
         def forward(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(batches)

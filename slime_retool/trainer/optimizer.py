@@ -40,6 +40,11 @@ def build_optimizer(config: Config, model: Any, dtype: torch.dtype) -> Any:
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+        overlap_param_gather=model.ddp_config.overlap_param_gather,
+        use_precision_aware_optimizer=config.use_precision_aware_optimizer or config.optimizer_cpu_offload,
+        optimizer_cpu_offload=config.optimizer_cpu_offload,
+        optimizer_offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=config.optimizer_cpu_offload,
     )
     return get_megatron_optimizer(optimizer_config, [model])
 
@@ -107,15 +112,24 @@ def grad_norm(optimizer: Any) -> float:
     total = None
     for part in optimizer.chained_optimizers:
         grads = [
-            p.grad
+            grad
             for p in part.get_parameters()
-            if p.grad is not None and param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
+            if (grad := _grad_of(part, p)) is not None
+            and param_is_not_shared(p)
+            and param_is_not_tensor_parallel_duplicate(p)
         ]
         squared = _sum_of_squares(grads)
         dist.all_reduce(squared, group=part.get_grad_stats_parallel_group())
         total = squared if total is None else total + squared
     assert total is not None
     return float(total.sqrt())
+
+
+def _grad_of(part: Any, parameter: Tensor) -> Tensor | None:
+    """The gradient that this optimizer will read; the precision-aware one keeps it under a name of its own."""
+    if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        return parameter.decoupled_grad if hasattr(parameter, "decoupled_grad") else None
+    return parameter.grad
 
 
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
@@ -130,7 +144,8 @@ def clip_gradients(optimizer: Any, max_norm: float, norm: float) -> None:
     """Scale all gradients by max_norm / norm when the norm is larger; `max_norm` 0 leaves them alone."""
     if max_norm <= 0 or norm <= max_norm:
         return
-    seen = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    grads = (_grad_of(part, p) for part in optimizer.chained_optimizers for p in part.get_parameters())
+    seen = [grad for grad in grads if grad is not None]
     if seen:
         torch._foreach_mul_(seen, max_norm / norm)
 

@@ -32,6 +32,7 @@ class PackedBatch:
     weights: Tensor  # [T] fp32: the loss's whole denominator; 0 = not learned
     token_mean: Tensor  # [T] fp32: mask / loss tokens of the global batch, for means over tokens
     advantages: Tensor  # [T] fp32
+    learned: Tensor  # [N] int64: positions whose target is learned, ascending; nothing else is read from the model
     rollout_log_probs: Tensor | None  # [T] fp32
     old_log_probs: Tensor | None  # [T] fp32
     ref_log_probs: Tensor | None  # [T] fp32
@@ -88,6 +89,10 @@ def pack(
     assert token_weights is not None
     tokens = [token for sample in chosen for token in sample.tokens] + [0] * padding
     targets = [token for sample in chosen for token in (*sample.tokens[1:], 0)] + [0] * padding
+    learned, begin = [], 0
+    for sample in chosen:
+        learned += [begin + t for t, mask in enumerate(sample.loss_mask[1:]) if mask]
+        begin += sample.length
     positions = [position for length in lengths for position in range(length)]
     return PackedBatch(
         indices=list(indices),
@@ -98,6 +103,7 @@ def pack(
         weights=token_weights,
         token_mean=shifted([[m * scale for m in sample.loss_mask] for sample in chosen]),
         advantages=shifted([[sample.advantage] * sample.length for sample in chosen]),
+        learned=torch.tensor(learned, dtype=torch.int64, device=device),
         rollout_log_probs=shifted([s.rollout_log_probs or [] for s in chosen]) if with_rollout else None,
         old_log_probs=of(old_log_probs),
         ref_log_probs=of(ref_log_probs),

@@ -165,13 +165,14 @@ class IpcTransport:
         with ThreadPoolExecutor(1, thread_name_prefix="weight-sync") as pool:
             for bucket in buckets(tensors, [buffer.data for buffer in shared]):
                 torch.cuda.current_stream().synchronize()
-                error = loading.exception() if loading is not None else None
-                # Every rank has filled this bucket, and no engine reads the one before any more.
-                if self._anyone(error is not None):
+                # After this every rank has filled this bucket, and no engine reads the one before any more.
+                if self._anyone(loading is not None and loading.exception() is not None):
                     break
                 loading = pool.submit(post, bucket) if engine is not None else None
-            if loading is not None:
-                loading.result()
+            # Another rank's engine may still read this rank's memory, until its post has returned.
+            self._anyone(loading is not None and loading.exception() is not None)
+        if loading is not None:
+            loading.result()
 
     def _anyone(self, truth: bool) -> bool:
         flag = torch.tensor(int(truth), dtype=torch.int32, device=self._peers.trainer.device)

@@ -44,24 +44,24 @@ class WeightSync:
             host: address of global rank 0 as the engines reach it.
             gpus_per_engine: workers (tensor-parallel size) of each engine.
             transport: "ipc", "broadcast" or "disk"; default --update-weight-transport.
-            bucket_bytes: default --update-weight-buffer-size; a bucket holds at least the largest tensor.
+            bucket_bytes: default --update-weight-buffer-size; at least the largest tensor, at most the whole model.
             timeout: seconds any one step may take; default --distributed-timeout-minutes.
             weight_version: what the engines hold now.
         """
         config = trainer.config
         self.weight_version = weight_version
         self._trainer = trainer
-        largest = torch.tensor(
-            max(parameter.nbytes for parameter in trainer.module.parameters()) * trainer.tp_size,
-            dtype=torch.int64, device=trainer.device,
-        )  # fmt: skip
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        sizes = [parameter.nbytes for parameter in trainer.module.parameters()]
+        bounds = torch.tensor([max(sizes) * trainer.tp_size, sum(sizes)], dtype=torch.int64, device=trainer.device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        largest, share = bounds.tolist()
+        wanted = min(bucket_bytes or config.update_weight_buffer_size, share * dist.get_world_size())
         self._peers = Peers(
             trainer=trainer,
             engines=[],
             workers=gpus_per_engine,
             host=host,
-            bucket_bytes=max(bucket_bytes or config.update_weight_buffer_size, int(largest)),
+            bucket_bytes=max(wanted, largest),
             timeout=timeout or config.distributed_timeout_minutes * 60,
         )
         self._transport = TRANSPORTS[transport or config.weight_transport](self._peers)
@@ -72,11 +72,11 @@ class WeightSync:
         self._peers.engines = [EngineAdmin(url, timeout=self._peers.timeout) for url in engine_urls]
         self._transport.reset()
 
-    def update(self, *, resume: bool = True) -> int:
+    def update(self, *, asleep: bool = False) -> int:
         """Send all weights to all engines; returns the new weight version. Collective.
 
-        The engines stay paused without `resume` (their memory is not all there yet). Raises WeightUpdateError on
-        every rank when any engine refused or a step took too long.
+        With `asleep` the engines are paused and flushed already, and stay paused: their cache has no memory yet.
+        Raises WeightUpdateError on every rank when any engine refused or a step took too long.
         """
         version, engines = self.weight_version + 1, self._peers.engines
         leads = self._trainer.rank == 0
@@ -84,13 +84,14 @@ class WeightSync:
         def pause() -> None:
             if not engines:
                 raise WeightUpdateError("there is no engine to send weights to")
-            every_engine(engines, lambda engine: engine.pause())
-            every_engine(engines, lambda engine: engine.flush_cache())
+            if not asleep:
+                every_engine(engines, lambda engine: engine.pause())
+                # Nothing runs until `resume`, so nothing of the old weights can be cached after this.
+                every_engine(engines, lambda engine: engine.flush_cache())
 
         def finish() -> None:
             every_engine(engines, lambda engine: engine.set_weight_version(version))
-            every_engine(engines, lambda engine: engine.flush_cache())
-            if resume:
+            if not asleep:
                 every_engine(engines, lambda engine: engine.resume())
 
         self._together(version, pause if leads else None)

@@ -1,0 +1,359 @@
+"""Speed of the trainer's step, by the product's own Trainer, on random weights of a model's shape.
+
+    python benchmarks/train_step.py                                   # all named cases, one GPU
+    python benchmarks/train_step.py --cases train_mfu_4b --profile
+    python benchmarks/train_step.py --model qwen3-1.7B --tp 2 --micro-batches 8 -- --sequence-parallel
+    python benchmarks/train_step.py --device cpu --model tiny --max-tokens-per-gpu 512
+
+Each case runs in child processes of its own (one for each GPU) with a time limit, so that one that fails costs no
+other. Prints a row for each and, for a named case on a GPU, writes benchmarks/results/CASE.json. Flags of
+slime_retool.train may follow `--`.
+
+Batches. Sequence lengths are log-uniform between 200 and 8,192 tokens (mean 2,150: many short answers, a long tail),
+drawn anew for each step from a seed, until they fill 97% of `--micro-batches` times `--max-tokens-per-gpu`, and packed
+by the trainer. A sample's prompt is 200 tokens (a quarter of a shorter sample); of its response every run of 400
+tokens ends with 60 of a tool's output, which are not learned.
+
+MFU = model FLOPs / time / 989 TFLOP/s (dense bf16 of H100 and H200 SXM). Model FLOPs of a training step are 6 N for
+each token plus causal attention, 6 * layers * heads * head width * s^2 for each sequence of s tokens; of a forward a
+third of both. N counts every matrix, the output layer once and the input embedding not at all. Recomputation counts
+nothing. The trainer makes logits only where a token is learned; the column `strict` counts the output layer's FLOPs
+only there. Time is the whole call of `Trainer.train` (or `Trainer.log_probs`), packing and optimizer included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+PEAK_FLOPS = 989e12
+SHORTEST, LONGEST = 200, 8192
+TINY = [
+    "--swiglu", "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "128", "--num-attention-heads", "4",
+    "--group-query-attention", "--num-query-groups", "2", "--kv-channels", "16", "--vocab-size", "512",
+    "--disable-bias-linear", "--normalization", "RMSNorm", "--norm-epsilon", "1e-6",
+    "--use-rotary-position-embeddings", "--qk-layernorm",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. A field's name is its option."""
+
+    name: str = "custom"
+    model: str = "qwen3-0.6B"
+    recompute: str = "none"
+    transformer_impl: str = "auto"
+    max_tokens_per_gpu: int = 16384
+    micro_batches: int = 4
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    forward_only: bool = False
+    flags: tuple[str, ...] = field(default=())
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("train_mfu_4b", "qwen3-4B"),
+        Case("train_mfu_4b_recompute", "qwen3-4B", recompute="full"),
+        Case("logprob_mfu_4b", "qwen3-4B", forward_only=True),
+        Case("train_mfu_1.7b", "qwen3-1.7B"),
+        Case("train_mfu_0.6b_local", "qwen3-0.6B", transformer_impl="local"),
+    )
+}
+
+
+def model_flags(name: str) -> list[str]:
+    """The MODEL_ARGS array of scripts/models/NAME.sh."""
+    if name == "tiny":
+        return TINY
+    script = ROOT / "scripts" / "models" / f"{name}.sh"
+    if not script.is_file():
+        known = ", ".join(sorted(path.stem for path in script.parent.glob("*.sh")))
+        raise SystemExit(f"--model: there is no {script.name}; known models: tiny, {known}")
+    text = f'source "{script}"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    return subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True).stdout.split()
+
+
+def trainer_flags(case: Case, device: str) -> list[str]:
+    recompute = {
+        "none": [],
+        "selective": ["--recompute-granularity", "selective"],
+        "full": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+    }[case.recompute]
+    return [
+        *model_flags(case.model), *recompute, "--device", device, "--transformer-impl", case.transformer_impl,
+        "--tensor-model-parallel-size", str(case.tp), "--pipeline-model-parallel-size", str(case.pp),
+        "--context-parallel-size", str(case.cp), "--actor-num-gpus-per-node", str(case.world_size),
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(case.max_tokens_per_gpu), *case.flags,
+    ]  # fmt: skip
+
+
+def draw_lengths(total: int, longest: int, rng: random.Random) -> list[int]:
+    """Log-uniform lengths, as many as fit into `total` tokens."""
+    lengths: list[int] = []
+    shortest = min(SHORTEST, longest)
+    while True:
+        length = round(math.exp(rng.uniform(math.log(shortest), math.log(longest))))
+        if sum(lengths) + length > total:
+            return lengths or [length]
+        lengths.append(length)
+
+
+def make_samples(case: Case, vocab_size: int, seed: int) -> list[Any]:
+    from slime_retool.types import TrainSample
+
+    rng = random.Random(seed)
+    total = int(0.97 * case.max_tokens_per_gpu) * case.micro_batches * case.dp
+    samples = []
+    for index, length in enumerate(draw_lengths(total, min(LONGEST, case.max_tokens_per_gpu), rng)):
+        prompt = max(1, min(200, length // 4))
+        mask = [0] * prompt + [int(t % 400 < 340) for t in range(length - prompt)]
+        tokens = rng.choices(range(vocab_size), k=length)
+        samples.append(TrainSample(tokens, mask, reward=float(rng.random() < 0.5), index=index, group_index=index // 8))
+    return samples
+
+
+def model_flops(config: Any, samples: list[Any], *, training: bool, strict: bool) -> float:
+    """See the module's docstring."""
+    from megatron_bridge.model_config import head_dim, query_groups
+
+    attention = config.num_attention_heads * head_dim(config)
+    layer = config.hidden_size * (2 * attention + 2 * query_groups(config) * head_dim(config))
+    layer += 3 * config.hidden_size * config.ffn_hidden_size
+    output = config.vocab_size * config.hidden_size
+    tokens = sum(sample.length for sample in samples)
+    read = sum(sample.num_loss_tokens for sample in samples) if strict else tokens
+    squares = sum(sample.length**2 for sample in samples)
+    forward = 2 * (config.num_layers * layer * tokens + output * read)
+    forward += 2 * config.num_layers * attention * squares
+    return forward * (3 if training else 1)
+
+
+def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Warm up and time; the first rank's figures."""
+    import torch
+
+    from slime_retool.config import parse_config
+    from slime_retool.trainer.core import Trainer
+    from slime_retool.types import RolloutBatch
+
+    config = parse_config(trainer_flags(case, args.device))
+    on_gpu = args.device == "cuda"
+    trainer = Trainer(
+        config, rank=args.rank, world_size=case.world_size, local_rank=args.rank, master_addr="127.0.0.1",
+        master_port=args.port,
+    )  # fmt: skip
+
+    def step(index: int) -> tuple[float, list[Any], dict[str, float]]:
+        samples = make_samples(case, config.vocab_size, seed=1000 + index)
+        if on_gpu:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        metrics = {}
+        if case.forward_only:
+            trainer.log_probs(samples)
+        else:
+            metrics = trainer.train(RolloutBatch(samples), index)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin, samples, metrics
+
+    warm = [step(index)[0] for index in range(args.warmup)]
+    done = [step(args.warmup + index) for index in range(args.steps)]
+    seconds = sum(took for took, _, _ in done)
+    samples = [sample for _, of_step, _ in done for sample in of_step]
+    tokens = sum(sample.length for sample in samples)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    flops = {
+        strict: model_flops(config, samples, training=not case.forward_only, strict=strict) for strict in (False, True)
+    }
+    scale = 100 / seconds / PEAK_FLOPS / case.world_size
+    figures = {
+        "tokens_per_second": tokens / seconds / case.world_size,
+        "mfu_percent": flops[False] * scale,
+        "strict_mfu_percent": flops[True] * scale,
+        "peak_gib": peak,
+        "step_seconds": statistics.median(took for took, _, _ in done),
+        "first_step_seconds": warm[0] if warm else 0.0,
+        "tokens_per_step": tokens / len(done),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+    }
+    last = done[-1][2]
+    figures |= {name: last[name] for name in ("train/micro_batches", "train/grad_norm", "train/loss") if name in last}
+    if args.profile:
+        figures["kernels"] = profile(lambda: step(args.warmup + args.steps), on_gpu)
+    trainer.shutdown()
+    return figures if args.rank == 0 else None
+
+
+def profile(step: Any, on_gpu: bool) -> list[str]:
+    """Share of one step's wall time that each of the longest kernels takes on the device."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    with torch_profile(activities=activities) as profiler:
+        wall, _, _ = step()
+    events = profiler.key_averages()
+
+    def seconds(event: Any) -> float:
+        return (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+
+    events = sorted(events, key=seconds, reverse=True)
+    lines = [f"{100 * sum(map(seconds, events)) / wall:6.1f}% of {wall:.2f} s are busy"]
+    return lines + [f"{100 * seconds(e) / wall:6.1f}% {e.count:6d} x {e.key[:90]}" for e in events[:25]]
+
+
+def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of the case, or {"error": the reason}."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Micro-batches differ in size, which would leave holes in memory.
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with tempfile.TemporaryDirectory(prefix="train-step-") as scratch:
+        result, logs = Path(scratch) / "result.json", [Path(scratch) / f"{r}.log" for r in range(case.world_size)]
+        command = [
+            sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--result", str(result),
+            "--port", str(port), "--device", args.device, "--warmup", str(args.warmup), "--steps", str(args.steps),
+            *(["--profile"] if args.profile else []),
+        ]  # fmt: skip
+        children = []
+        try:
+            for rank, log in enumerate(logs):
+                with log.open("w") as file:
+                    children.append(
+                        subprocess.Popen([*command, "--rank", str(rank)], stdout=file, stderr=file, env=env)
+                    )
+            deadline = time.monotonic() + args.timeout
+            while any(child.poll() is None for child in children):
+                if any(child.poll() for child in children):
+                    break
+                if time.monotonic() > deadline:
+                    return {"error": f"not done after {args.timeout:.0f} s; it last said:\n{_tail(logs[0])}"}
+                time.sleep(0.2)
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
+        for log, child in zip(logs, children, strict=True):
+            if child.returncode > 0:
+                return {"error": f"exit code {child.returncode}:\n{_tail(log)}"}
+        if not result.is_file():
+            return {"error": f"exit codes {[child.returncode for child in children]}:\n{_tail(logs[0])}"}
+        return json.loads(result.read_text())
+
+
+def _tail(log: Path) -> str:
+    return "\n".join("    " + line[:300] for line in log.read_text(errors="replace").splitlines()[-15:])
+
+
+HEADER = (
+    f"{'case':<24}{'MFU':>7}{'strict':>8}{'tok/s/GPU':>11}{'step s':>8}{'first s':>9}{'micro':>7}{'peak GiB':>10}"
+    "  device"
+)
+
+
+def row(case: Case, figures: dict[str, Any]) -> str:
+    if "error" in figures:
+        return f"{case.name:<24} failed: {figures['error'].splitlines()[0]}"
+    f = figures
+    return (
+        f"{case.name:<24}{f['mfu_percent']:>6.1f}%{f['strict_mfu_percent']:>7.1f}%{f['tokens_per_second']:>11,.0f}"
+        f"{f['step_seconds']:>8.2f}{f['first_step_seconds']:>9.1f}{f.get('train/micro_batches', 0):>7.0f}"
+        f"{f['peak_gib']:>10.1f}  {f['device']}"
+    )
+
+
+def chosen_cases(args: argparse.Namespace) -> list[Case]:
+    given = {
+        name: args.__dict__[name]
+        for name in Case.__dataclass_fields__
+        if name not in ("name", "flags") and args.__dict__[name] is not None
+    }
+    given["flags"] = tuple(args.flags)
+    if args.model is not None:
+        return [Case(**given)]
+    return [replace(CASES[name], **given) for name in args.cases]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
+    parser.add_argument("--model", help="instead of --cases: a file of scripts/models, or tiny")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"))
+    parser.add_argument("--transformer-impl", choices=("auto", "transformer_engine", "local"))
+    for name in ("max-tokens-per-gpu", "micro-batches", "tp", "pp", "cp", "dp"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--forward-only", action="store_true", default=None, help="time the log-prob pass")
+    parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps")
+    parser.add_argument("--timeout", type=float, default=200.0, help="seconds of one case")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--profile", action="store_true", help="after timing, list one step's longest kernels")
+    parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
+    parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train")
+    for name in ("--worker", "--result"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    for name in ("--rank", "--port"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    if args.worker:
+        fields = json.loads(args.worker)
+        case = Case(**{**fields, "flags": tuple(fields["flags"])})
+        figures = run_rank(case, args)
+        if figures is not None:
+            Path(args.result).write_text(json.dumps(figures))
+        return 0
+    out_dir = args.out_dir or (ROOT / "benchmarks" / "results" if args.device == "cuda" else None)
+    rows = []
+    for case in chosen_cases(args):
+        figures = run_case(case, args)
+        rows.append(row(case, figures))
+        print(rows[-1], flush=True)
+        if "error" in figures:
+            print(figures["error"], flush=True)
+            continue
+        print("\n".join(figures.get("kernels", [])), flush=True)
+        if out_dir is not None and case.name in CASES:
+            from benchmarks.results import write_result
+
+            write_result(case.name, figures["mfu_percent"], "% of 989 TFLOP/s", out_dir=out_dir)
+    print(f"\n{HEADER}")
+    print("\n".join(rows))
+    return 1 if any(" failed: " in line for line in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Runs a reward function on one sample so that a stuck or crashing one costs that sample alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from slime_retool.errors import ConfigError, RewardError, RolloutError
+
+THREADS = max(2, min(8, os.cpu_count() or 2))
+"""Plain (not async) reward functions that run at once. More would share the interpreter and each run longer."""
+
+
+class RewardRunner:
+    """`await runner(args, sample)` calls the function with the same arguments and gives what it returns.
+
+    A plain function runs in a thread of its own, a few at once, so that it never blocks the event loop. `timeout` is
+    the seconds that one call may run: a thread's counts from its start, not while it waits for its turn. A call that
+    overruns is given up (an async one is cancelled, a thread is left behind); None sets no limit.
+
+    Raises RewardError, which costs one sample, for an overrun and for whatever the function raises, except ConfigError
+    and the errors of other boundaries, which pass.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, *, timeout: float | None) -> None:
+        self._function, self._name, self._timeout = function, name, timeout
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__ if not inspect.isroutine(function) else None
+        )
+        self._turns = asyncio.Semaphore(THREADS)
+
+    async def __call__(self, args: Any, sample: Any) -> Any:
+        try:
+            if self._is_async:
+                return await asyncio.wait_for(self._function(args, sample), self._timeout)
+            async with self._turns:
+                reward = await asyncio.wait_for(_in_thread(self._function, args, sample), self._timeout)
+            return await asyncio.wait_for(reward, self._timeout) if inspect.isawaitable(reward) else reward
+        except (asyncio.TimeoutError, TimeoutError) as error:  # two classes before Python 3.11
+            raise RewardError(f"{self._name} ran longer than --reward-timeout {self._timeout:g} s") from error
+        except (ConfigError, RolloutError):
+            raise
+        except Exception as error:
+            raise RewardError(f"{self._name} raised {type(error).__name__}: {error}") from error
+
+
+async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def finish(outcome: tuple[Any, Exception | None]) -> None:
+        if not done.done():
+            done.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome = (context.run(function, *arguments), None)
+        except Exception as error:
+            outcome = (None, error)
+        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+            loop.call_soon_threadsafe(finish, outcome)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    result, error = await done
+    if error is not None:
+        raise error
+    return result

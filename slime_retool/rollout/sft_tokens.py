@@ -1,0 +1,103 @@
+"""A conversation as SFT trains on it, in either of the formats of `--tool-format`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from slime_retool.data.rendering import tokenize_conversation
+from slime_retool.errors import DataError
+from slime_retool.tool_use.calls import ToolCall
+from slime_retool.tool_use.codec import TextCodec
+from slime_retool.tool_use.format import make_format
+from slime_retool.tool_use.retool import RetoolFormat
+from slime_retool.tool_use.template import ChatTemplate
+from slime_retool.types import Message, ToolSchema
+
+_NO_LIMIT = 1 << 20
+"""Tokens of a recorded observation: data is not cut."""
+
+
+class ConversationTokenizer:
+    """(ids, loss_mask) of conversations with `tool_calls` and `tool` turns.
+
+    `qwen`: the chat template writes calls and tool turns (`data.rendering.tokenize_conversation`). `retool`: code
+    blocks and interpreter blocks inside one assistant message, built piece by piece like a rollout, so that the ids are
+    those which RL will see; the model's pieces are supervised, interpreter blocks are not. That one needs no template
+    with tools.
+    """
+
+    def __init__(self, tool_format: str, tokenizer: Any) -> None:
+        self._tool_format, self._tokenizer = tool_format, tokenizer
+        self._formats: dict[str, _RetoolConversation] = {}
+
+    def __call__(self, messages: list[Message], tools: list[ToolSchema] | None = None) -> tuple[list[int], list[int]]:
+        """One mask entry per token. Raises DataError for a conversation that the format cannot hold."""
+        if self._tool_format != "retool" or not tools:
+            return tokenize_conversation(self._tokenizer, messages, tools)
+        key = json.dumps(tools)
+        if key not in self._formats:
+            self._formats[key] = _RetoolConversation(self._tokenizer, tools)
+        return self._formats[key].tokenize(messages)
+
+
+class _RetoolConversation:
+    def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
+        self._format = make_format("retool", tokenizer, tools)
+        assert isinstance(self._format, RetoolFormat)
+        self._codec = TextCodec(tokenizer)
+        self._template = ChatTemplate(tokenizer)
+
+    def tokenize(self, messages: list[Message]) -> tuple[list[int], list[int]]:
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+        if first == 0 or any(message["role"] in ("user", "system") for message in messages[first:]):
+            raise DataError(
+                "--tool-format retool puts a whole solution into one assistant message: a conversation must be a "
+                "prompt followed by assistant and tool messages only"
+            )
+        ids = self._format.prompt_ids(messages[:first])
+        mask = [0] * len(ids)
+        for text, observation in _pieces(messages[first:]):
+            self._refuse_control_text(text)
+            spoken = self._codec.encode(text)
+            if observation is None:
+                spoken.append(self._template.end_token_id)
+                shown: list[int] = []
+            else:
+                turn = self._format.read_turn(spoken)
+                if len(turn.calls) != 1 or not isinstance(turn.calls[0], ToolCall) or turn.missing:
+                    raise DataError(f"a code block cannot be written in the retool format: {text[-200:]!r}")
+                shown = self._format.observation_ids([self._format.fit_observation(observation, _NO_LIMIT)], turn)
+            ids += spoken + shown
+            mask += [1] * len(spoken) + [0] * len(shown)
+        return ids, mask
+
+    def _refuse_control_text(self, text: str) -> None:
+        if self._template.end_token in text:
+            raise DataError(f"an assistant message holds {self._template.end_token!r}, which ends a turn; remove it")
+
+
+def _pieces(messages: Sequence[Message]) -> list[tuple[str, str | None]]:
+    """(what the model writes, the output behind it), of the last piece without an output.
+
+    Several calls of one message become blocks one after the other, each with its own output.
+    """
+    pieces: list[tuple[str, str | None]] = []
+    outputs = [message["content"] for message in messages if message["role"] == "tool"]
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        for number, call in enumerate(calls):
+            (code,) = call["function"]["arguments"].values()
+            prose = message["content"].strip() if number == 0 else ""
+            if len(pieces) >= len(outputs):
+                raise DataError("a call has no tool message with its output")
+            block = f"<code>\n```python\n{code.rstrip()}\n```\n</code>"
+            pieces.append((f"{prose}\n{block}" if prose else block, outputs[len(pieces)]))
+        if message["role"] == "assistant" and not calls:
+            if message is not messages[-1]:
+                raise DataError("an assistant message without a call must be the last one")
+            pieces.append((message["content"].strip(), None))
+    if len(pieces) != len(outputs) + 1:
+        raise DataError(f"{len(outputs)} outputs need as many calls and a last assistant message")
+    return pieces

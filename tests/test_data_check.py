@@ -1,0 +1,55 @@
+"""`slime-retool data check`: every row read, rendered and scored before a run is started."""
+
+from __future__ import annotations
+
+import json
+
+from test_data_rendering import TOOLS, assistant, byte_tokenizer, template_ids, tool, user
+
+from slime_retool import cli
+from slime_retool.data.readers import write_rows
+
+
+def check(capsys, *arguments):
+    code = cli.main(["data", "check", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, [json.loads(line) for line in said.out.splitlines()], said.err
+
+
+def test_a_good_file_is_counted_rendered_and_scored(tmp_path, capsys):
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    rows = [
+        {"problem": "a", "answer": "\\frac{1}{2}"},
+        {"problem": "a", "answer": "2"},
+        {"problem": "bb", "answer": "3"},
+    ]
+    write_rows(tmp_path / "math.jsonl", rows)
+    code, (figures,), said = check(capsys, tmp_path / "math.jsonl", "--tokenizer", tmp_path / "tokenizer")
+    lengths = [
+        len(byte_tokenizer().apply_chat_template([user(row["problem"])], add_generation_prompt=True, return_dict=False))
+        for row in rows
+    ]
+    assert (code, said) == (0, "")
+    assert figures == {
+        "file": str(tmp_path / "math.jsonl"), "rows": 3, "failures": 0, "unique_questions": 2,
+        "contradictory_questions": 1, "own_answer_wrong_dapo": 0, "own_answer_wrong_math_verify": 0,
+        "tokens": sum(lengths), "tokens_p50": lengths[0], "tokens_p95": lengths[2], "tokens_p100": lengths[2],
+    }  # fmt: skip
+
+
+def test_conversations_are_tokenized_as_sft_does(tmp_path, capsys):
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    messages = [user("q"), assistant("", "1"), tool("1"), assistant("one")]
+    write_rows(tmp_path / "sft.parquet", [{"messages": messages, "tools": TOOLS}])
+    code, (figures,), _ = check(capsys, tmp_path / "sft.parquet", "--tokenizer", tmp_path / "tokenizer")
+    assert (code, figures["conversations"]) == (0, 1)
+    assert figures["tokens"] == len(template_ids(byte_tokenizer(), messages, TOOLS)) > figures["supervised_tokens"] > 0
+
+
+def test_bad_rows_and_answers_are_named_and_counted(tmp_path, capsys):
+    write_rows(tmp_path / "bad.jsonl", [{"problem": "a", "answer": "}{"}, {"text": "x"}, {"messages": [{"role": "x"}]}])
+    code, (figures,), said = check(capsys, tmp_path / "bad.jsonl")
+    assert (code, figures["failures"], figures["own_answer_wrong_dapo"]) == (1, 4, 1)
+    assert "row 1: its own answer '}{' is not right by dapo" in said and "row 2: the row: needs one of" in said
+    code, figures, said = check(capsys, tmp_path / "nowhere.jsonl")
+    assert (code, figures) == (2, []) and "does not exist" in said
