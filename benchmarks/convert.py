@@ -130,9 +130,7 @@ def main() -> int:
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of one file of the checkpoint")
     parser.add_argument("--checkpoint", type=Path, help="of --model, made by benchmarks/shapes.py (default: made now)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--work", type=Path, help="scratch folder on the disk to measure (default: temporary)"
-    )
+    parser.add_argument("--work", type=Path, help="scratch folder on the disk to measure (default: temporary)")
     parser.add_argument("--out-dir", type=Path, help="write convert_ratio.json here")
     args = parser.parse_args()
     if args.work is not None:
