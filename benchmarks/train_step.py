@@ -39,10 +39,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.shapes import model_flags
+from benchmarks.shapes import ROOT, model_flags
 
 PEAK_FLOPS = 989e12
 SHORTEST, LONGEST = 200, 8192
