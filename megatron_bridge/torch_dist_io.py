@@ -5,10 +5,11 @@ Built on torch.distributed.checkpoint's file format, which is what `megatron.cor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron_bridge.model_config import ModelArgs, alike_layers, required
 from megatron_bridge.names import LAYER_PREFIX, split_expert, split_name
+from megatron_bridge.read_ahead import ReadAhead
 
 
 @dataclass(frozen=True)
@@ -125,17 +128,17 @@ def write_torch_dist(
     common: dict[str, Any],
     written: Callable[[str], None],
 ) -> None:
-    """Write a checkpoint of full Megatron tensors, one in memory at a time.
+    """Write a checkpoint of full Megatron tensors; one is in memory, and the next one that a thread reads meanwhile.
 
     shapes: full shape by global parameter name. `value_of(name)` gives the tensor, `written(name)` is told after.
     common: what Megatron keeps in common.pt.
     """
-    planner = _LazySavePlanner(shapes, dtype_of, model, value_of, written)
     directory.mkdir(parents=True, exist_ok=True)
     # Not more than one thread: an exception in the writer's further threads is lost, and with it the tensors.
     writer = FileSystemWriter(directory, thread_count=1)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_checksums(), ReadAhead(value_of, list(shapes)) as values:
+            planner = _LazySavePlanner(shapes, dtype_of, model, values.read, written)
             # It remarks that one process saves, which is what no_dist asks for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
@@ -150,6 +153,17 @@ def write_torch_dist(
         "common_backend_version": 1,
     }
     (directory / "metadata.json").write_text(json.dumps(backends))
+
+
+@contextlib.contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Leave out the CRC32 of each tensor's record: no reader of these files compares it, and it costs a pass."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 class TorchDistReader:
