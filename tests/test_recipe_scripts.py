@@ -47,7 +47,7 @@ def config_of(tmp_path: Path, script: str, *extra: str, **environment: str) -> C
 
 
 def real_paths(tmp_path: Path, script: str) -> dict[str, str]:
-    """Variables that point at files with the real model's config.json, and one row of data."""
+    """Variables that point at the real model's config.json and one row of data."""
     name, changed = next(value for start, value in MODELS.items() if script.startswith(start))
     for folder in ("hf", "ref"):
         (tmp_path / folder).mkdir()
@@ -57,8 +57,8 @@ def real_paths(tmp_path: Path, script: str) -> dict[str, str]:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "label": "1"}\n')
     rows = str(tmp_path / "rows.jsonl")
     return {
-        "HF_CHECKPOINT": str(tmp_path / "hf"), "REF_LOAD": str(tmp_path / "ref"), "PROMPT_DATA": rows, "EVAL_DATA": rows,
-        "SAVE_DIR": str(tmp_path / "save"),
+        "HF_CHECKPOINT": str(tmp_path / "hf"), "REF_LOAD": str(tmp_path / "ref"), "SAVE_DIR": str(tmp_path / "save"),
+        "PROMPT_DATA": rows, "EVAL_DATA": rows,
     }  # fmt: skip
 
 

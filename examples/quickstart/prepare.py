@@ -2,7 +2,8 @@
 
     python examples/quickstart/prepare.py --output-dir DIR [--seed N]
 
-Writes DIR/base (Hugging Face), DIR/base_torch_dist and DIR/data/{sft.parquet,rl.jsonl,eval.jsonl}. What is there already is kept.
+Writes DIR/base (Hugging Face), DIR/base_torch_dist and DIR/data/{sft.parquet,rl.jsonl,eval.jsonl}.
+What is there already is kept.
 """
 
 from __future__ import annotations
