@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from slime_retool.algo.advantages import group_relative_advantages
+from slime_retool.algo.group_relative import group_relative_advantages
 from slime_retool.config import Config
 from slime_retool.errors import DataError, RolloutError
 from slime_retool.plugins import load_function
