@@ -8,7 +8,6 @@ out, then `<I` tag with three descriptors per fork in; and out `F` tag with a pi
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import resource
@@ -21,9 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import executor, landlock, namespaces, seccomp, warmup
+from . import executor, landlock, memory, namespaces, seccomp, warmup
 from .environment import DEVICES, HostPaths, host_paths, without
-from .memory import collapse_memory
 from .syscalls import (
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
@@ -114,14 +112,13 @@ class Zygote:
         sys.path.append(namespaces.PACKAGES if self.private_root else self.config["package_links"])
         started = time.perf_counter()
         warmup.preload([*warmup.STDLIB, *self.config["preload"]])
-        warmup.warm(self.config["preload"])
+        failures = warmup.warm(self.config["preload"])
+        if failures:
+            self.notes["warm-up"] = "; ".join(failures)
         self.notes["preload"] = f"{time.perf_counter() - started:.2f} s"
         if self.private_root:
             sys.path.insert(0, namespaces.WORK)  # modules that the code writes
         self.executor = executor.Executor(self.limits["output"], self.limits["memory"] >> 20)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         drop_bounding_set()
         if "landlock" not in self.off:
@@ -133,8 +130,8 @@ class Zygote:
                 seccomp.install(seccomp.stage1())
         if not self.private and "capabilities" not in self.off:
             drop_capabilities()
-        self.notes["huge pages"] = str(collapse_memory(self.maps_file))
         self.child_filter = seccomp.stage2(1, private_root=True)
+        self.notes |= memory.share(self.maps_file)
         self.address_space = int(os.pread(self.size_file, 64, 0).split()[0]) * resource.getpagesize()
 
     def _enter_namespaces(self) -> None:
