@@ -245,8 +245,7 @@ class JailClient(asyncio.Protocol):
     def _write(self, message: dict[str, Any]) -> None:
         self._to_send.append(message)
         if not self._writing:
-            self._writing = True
-            asyncio.get_running_loop().call_soon(self._write_some)
+            self._write_some()
 
     def _write_some(self) -> None:
         """A few messages in one system call."""
@@ -254,8 +253,10 @@ class JailClient(asyncio.Protocol):
         if self._transport.is_closing():
             return
         count = min(len(self._to_send), _MESSAGES_AT_ONCE)
-        self._transport.write(b"".join(pack(self._to_send.popleft()) for _ in range(count)))
-        self._writing = bool(self._to_send)
+        if count:
+            self._transport.write(b"".join(pack(self._to_send.popleft()) for _ in range(count)))
+        # Also after the last one: what follows at once goes out together.
+        self._writing = count > 0
         if self._writing:
             asyncio.get_running_loop().call_soon(self._write_some)
 

@@ -12,7 +12,7 @@ from .syscalls import libc
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 << 20
 _IMMORTAL = 0xFFFFFFFF
-_BYTES_HEADER = bytes().__sizeof__()
+_BYTES_HEADER = b"".__sizeof__()
 _SMALL = range(48, 513, 16)
 """Sizes of the interpreter's own allocator that a `bytes` object can have."""
 _MAX_PLUGS = 20_000
@@ -20,17 +20,7 @@ _FRESH_RUN = 3072
 """Bytes of consecutive addresses that tell a fresh pool; pools are 4 KiB before Python 3.10 and 16 KiB since."""
 
 
-def share(maps_file: int) -> dict[str, str]:
-    """Prepare for forks; call it last. maps_file: descriptor of an open /proc/self/maps. Returns notes."""
-    gc.collect()
-    notes = {"immortal objects": str(_make_immortal())}
-    _use_up_gaps()
-    gc.freeze()
-    gc.disable()
-    return notes | {"huge pages": str(_collapse(maps_file))}
-
-
-def _make_immortal() -> int:
+def make_immortal() -> int:
     """Exempt all objects from reference counting, whose writes would copy half of the pages that a child only reads.
 
     Python 3.12 and 3.13, where an object of this count in its low 32 bits is never counted (PEP 683). Returns how many.
@@ -49,24 +39,29 @@ def _make_immortal() -> int:
     return len(seen)
 
 
-def _use_up_gaps() -> None:
-    """Fill the free places between small objects, so that a child's own objects lie together on new pages."""
+def use_up_gaps() -> list[bytes]:
+    """Fill the free places between small objects, so that a child's own objects lie together on new pages.
+
+    What is returned has to be kept.
+    """
+    plugs = []
     for size in _SMALL:
         last = run = 0
         for _ in range(_MAX_PLUGS):
             plug = bytes(size - _BYTES_HEADER)
-            _plugs.append(plug)
+            plugs.append(plug)
             run = run + size if id(plug) - last == size else 0
             last = id(plug)
             if run >= _FRESH_RUN:
                 break
+    return plugs
 
 
-_plugs: list[bytes] = []
+def collapse(maps_file: int) -> int:
+    """Huge pages where the kernel can (Linux 6.1): a fork then copies far fewer page-table entries. Returns how many.
 
-
-def _collapse(maps_file: int) -> int:
-    """Huge pages where the kernel can (Linux 6.1): a fork then copies far fewer page-table entries."""
+    maps_file: descriptor of an open /proc/self/maps.
+    """
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     os.lseek(maps_file, 0, os.SEEK_SET)
     with os.fdopen(os.dup(maps_file)) as file:

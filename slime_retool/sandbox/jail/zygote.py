@@ -8,6 +8,7 @@ out, then `<I` tag with three descriptors per fork in; and out `F` tag with a pi
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -92,7 +93,8 @@ class Zygote:
         self.own_pid_namespace = -1
         self.private_root = self.private and "mount" not in self.off
         self.private_pids = self.private and "pid" not in self.off
-        self.tags: dict[int, int] = {}
+        self.tags: dict[int, tuple[int, int]] = {}  # by pidfd: process id, tag
+        self.epoll = select.epoll()
         self.size_file = self.maps_file = -1
         self.address_space = 0
 
@@ -131,8 +133,16 @@ class Zygote:
         if not self.private and "capabilities" not in self.off:
             drop_capabilities()
         self.child_filter = seccomp.stage2(1, private_root=True)
-        self.notes |= memory.share(self.maps_file)
+        self._share_memory()
         self.address_space = int(os.pread(self.size_file, 64, 0).split()[0]) * resource.getpagesize()
+
+    def _share_memory(self) -> None:
+        gc.collect()
+        self.notes["immortal objects"] = str(memory.make_immortal())
+        self.plugs = memory.use_up_gaps()
+        gc.freeze()
+        gc.disable()
+        self.notes["huge pages"] = str(memory.collapse(self.maps_file))
 
     def _enter_namespaces(self) -> None:
         as_root = os.geteuid() == 0
@@ -227,25 +237,18 @@ class Zygote:
             with contextlib.suppress(ConnectionError):
                 self._serve()
         finally:
-            for pid in self.tags:
+            for pid, _ in self.tags.values():
                 os.kill(pid, signal.SIGKILL)
-            for pid in self.tags:
+            for pid, _ in self.tags.values():
                 os.waitpid(pid, 0)
 
     def _serve(self) -> None:
-        wake, wake_write = os.pipe()
-        os.set_blocking(wake, False)
-        os.set_blocking(wake_write, False)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        poll = select.poll()
-        poll.register(self.control, select.POLLIN)
-        poll.register(wake, select.POLLIN)
+        # Pidfds and not SIGCHLD, which would come at every stop and continuation of a session.
+        self.epoll.register(self.control, select.EPOLLIN)
         while True:
-            for fd, _ in poll.poll():
-                if fd == wake:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(wake, 4096)
+            for fd, _ in self.epoll.poll():
+                if fd in self.tags:
+                    self._reap(fd)
                     continue
                 try:
                     message, fds, _, _ = socket.recv_fds(self.control, TAG.size, 3)
@@ -254,7 +257,6 @@ class Zygote:
                 if not message:
                     return
                 self._fork(TAG.unpack(message)[0], fds)
-            self._reap()
 
     def _fork(self, tag: int, fds: list[int]) -> None:
         if self.private_pids:
@@ -267,25 +269,20 @@ class Zygote:
         for fd in fds:
             os.close(fd)
         pidfd = os.pidfd_open(pid)
-        self.tags[pid] = tag
+        self.tags[pidfd] = pid, tag
+        self.epoll.register(pidfd, select.EPOLLIN)
         socket.send_fds(self.control, [FORKED.pack(b"F", tag)], [pidfd])
-        os.close(pidfd)
 
-    def _reap(self) -> None:
-        while self.tags:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            tag = self.tags.pop(pid, None)
-            if tag is not None:
-                report = EXITED.pack(b"X", tag, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024)
-                self.control.send(report)
+    def _reap(self, pidfd: int) -> None:
+        pid, tag = self.tags.pop(pidfd)
+        os.close(pidfd)
+        _, status, usage = os.wait4(pid, 0)
+        report = EXITED.pack(b"X", tag, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024)
+        self.control.send(report)
 
     def _become_child(self, tag: int, fds: list[int]) -> None:
         """Lock down and run what the broker sends. Never returns."""
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._arrange_descriptors(*fds)
             folder = self._enter_work_folder(tag)
