@@ -8,6 +8,7 @@ out, then `<I` tag with three descriptors per fork in; and out `F` tag with a pi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -275,6 +276,7 @@ class Zygote:
 
     def _reap(self, pidfd: int) -> None:
         pid, tag = self.tags.pop(pidfd)
+        self.epoll.unregister(pidfd)  # closing it does not: the broker has a copy
         os.close(pidfd)
         _, status, usage = os.wait4(pid, 0)
         report = EXITED.pack(b"X", tag, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024)
@@ -309,8 +311,7 @@ class Zygote:
     def _arrange_descriptors(self, control: int, out: int, err: int) -> None:
         """0 nothing, 1 and 2 output, 3 the broker; all others of the zygote are closed."""
         nothing = os.open("/dev/null", os.O_RDONLY)
-        low = [nothing, out, err, control]
-        high = [os.dup2(fd, 100 + index) for index, fd in enumerate(low)]
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 4) for fd in (nothing, out, err, control)]
         for index, fd in enumerate(high):
             os.dup2(fd, index)
         keep = self.rules.fd if self.rules is not None else 4
@@ -383,8 +384,6 @@ def _readable_paths(paths: HostPaths, private_root: bool) -> list[str]:
 
 def _keep_clear_of_children(rules: landlock.Ruleset) -> landlock.Ruleset:
     """Move the descriptor above those that a child arranges."""
-    import fcntl
-
     moved = fcntl.fcntl(rules.fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
     os.close(rules.fd)
     rules.fd = moved
