@@ -156,13 +156,17 @@ class Zygote:
             with _layer("mount namespace"):
                 namespaces.unshare(namespaces.NEWNS)
                 root = self._build_root()
-        if as_root and self.private_root:
-            with _layer("setuid"):
-                self._become_nobody()
-        with _layer("user and other namespaces"):
-            ids = namespaces.map_user()
-            namespaces.unshare(namespaces.NEWUSER | flags)
-            namespaces.write_maps(*ids)
+        if "user" in self.off:
+            with _layer("user and other namespaces"):
+                namespaces.unshare(flags)
+        else:
+            if as_root and self.private_root:
+                with _layer("setuid"):
+                    self._become_nobody()
+            with _layer("user and other namespaces"):
+                ids = namespaces.map_user()
+                namespaces.unshare(namespaces.NEWUSER | flags)
+                namespaces.write_maps(*ids)
         if self.private_root and root is None:
             with _layer("mount namespace"):
                 root = self._build_root()
