@@ -256,6 +256,7 @@ def _check_algorithm(config: Config) -> None:
         not (config.debug_train_only and config.debug_rollout_only),
         "--debug-train-only and --debug-rollout-only exclude each other",
     )
+    _check_overlong(config)
     _require(
         config.rollout_temperature > 0,
         f"--rollout-temperature must be above 0 (the trainer divides logits by it), got {config.rollout_temperature}",
@@ -398,6 +399,23 @@ def _check_critic(config: Config) -> None:
         world % size == 0,
         f"the critic's {world} processes (--critic-num-nodes x --critic-num-gpus-per-node) must be a multiple of "
         f"tensor x pipeline x context parallel size {size}; use {max(1, round(world / size)) * size}",
+    )
+
+
+def _check_overlong(config: Config) -> None:
+    buffer, limit, factor = config.overlong_buffer_len, config.rollout_max_response_len, config.overlong_penalty_factor
+    _require(
+        buffer is None or 1 <= buffer <= limit,
+        f"--overlong-buffer-len must be between 1 and --rollout-max-response-len {limit}, got {buffer}",
+    )
+    _require(factor > 0, f"--overlong-penalty-factor must be above 0, got {factor}")
+    _require(
+        factor == 1 or buffer is not None,
+        f"--overlong-penalty-factor {factor} has no effect without --overlong-buffer-len; add it or drop the factor",
+    )
+    _require(
+        config.loss_type != "sft_loss" or not (config.overlong_filtering or buffer),
+        "--overlong-filtering and --overlong-buffer-len are of generated responses; drop them for --loss-type sft_loss",
     )
 
 
