@@ -95,7 +95,7 @@ def build_trainer(config: Any) -> Any:
     samples = [
         TrainSample(
             tokens=[(7 * i + n) % 256 for i in range(128)], loss_mask=[0] * 8 + [1] * 120,
-            rollout_log_probs=[0.0] * 8 + [-5.0] * 120, advantage=1.0 - 2 * (n % 2), reward=float(n % 2), index=n,
+            rollout_log_probs=[0.0] * 8 + [-5.0] * 120, reward=float(n % 2), index=n,
         )
         for n in range(4)
     ]  # fmt: skip

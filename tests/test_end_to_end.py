@@ -108,6 +108,8 @@ def test_a_critic_with_processes_of_its_own_trains_beside_the_actor_and_resumes(
             first, extra = cluster.start_trainers()
             assert extra == ({"seen": first} if first else {})
             figures = [cluster.train(RolloutBatch(samples), first + i) for i in range(2 - first)]
+            log_probs = cluster.log_probs(samples)
+            assert len(log_probs) == 16 * 12 and all((value < 0) == (i % 12 >= 4) for i, value in enumerate(log_probs))
             cluster.save(first, {"seen": first + 1})
         return figures
 
