@@ -9,11 +9,12 @@ STAMP := $(VENV)/.installed
 SEED ?= 1
 TESTS ?= tests
 
-.PHONY: help install test lint quickstart quickstart-short lock clean
+.PHONY: help install test lint quickstart quickstart-short recipes-tiny lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
 	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
+	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint and tests (TESTS=tests/test_x.py for some of them)"
 	@echo "make install           only the environment in $(VENV)"
 	@echo "make lock              resolve requirements/cpu.in into requirements/cpu.lock (needs uv)"
@@ -38,6 +39,12 @@ quickstart: $(STAMP)
 
 quickstart-short: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED) --short --output-dir outputs/quickstart-short
+
+recipes-tiny: $(STAMP)
+	for script in examples/retool/retool_*.sh; do \
+	  echo "=== $$script"; \
+	  MODEL=tiny PYTHON="$(abspath $(PY))" bash "$$script" --no-progress || exit 1; \
+	done
 
 lock:
 	uv pip compile --universal --python-version 3.10 --no-annotate --no-header requirements/cpu.in \

@@ -13,14 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shapes import ROOT, convert, make_checkpoint, model_flags
 
 REPORTED = (
     "perf/generate_seconds", "perf/log_probs_seconds", "perf/train_seconds", "perf/sync_seconds",
@@ -29,78 +31,39 @@ REPORTED = (
 )  # fmt: skip
 
 
-def model_flags(name: str) -> list[str]:
-    """The MODEL_ARGS array of scripts/models/NAME.sh."""
-    script = ROOT / "scripts" / "models" / f"{name}.sh"
-    if not script.is_file():
-        known = ", ".join(sorted(path.stem for path in script.parent.glob("*.sh")))
-        raise SystemExit(f"--model: there is no {script.name}; known models: {known}")
-    text = f'source "{script}"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
-    return subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True).stdout.split()
+def run_training(flags: list[object], output: Path, timeout: float) -> list[dict[str, Any]]:
+    """Run `python -m slime_retool.train` with hooks of benchmarks and examples/retool; the figures of every step.
 
+    Raises CalledProcessError when it fails, TimeoutExpired when it takes longer than `timeout` seconds.
+    """
+    from slime_retool.observe.metrics import read_metrics
 
-def write_checkpoint(folder: Path, flags: list[str]) -> None:
-    """A Qwen3 checkpoint of that shape with random bf16 weights, and the quickstart's tokenizer."""
-    import torch
-    from base_model import train_tokenizer
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from megatron_bridge.flags import OneLineParser, add_flags, from_namespace
-    from megatron_bridge.model_config import ModelArgs
-
-    parser = OneLineParser(prog="MODEL_ARGS")
-    add_flags(parser, ModelArgs)
-    model = from_namespace(ModelArgs, parser.parse_args(flags))
-    tokenizer = train_tokenizer()
-    config = Qwen3Config(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_query_groups,
-        head_dim=model.kv_channels,
-        rms_norm_eps=model.norm_epsilon,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": float(model.rotary_base)},
-        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folders = [ROOT, ROOT / "examples" / "retool", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
+    shutil.rmtree(output, ignore_errors=True)
+    command = [sys.executable, "-m", "slime_retool.train", "--output-dir", output, "--no-progress", *flags]
+    subprocess.run([str(part) for part in command], check=True, env=env, timeout=timeout)
+    return [row for row in read_metrics(output / "metrics.jsonl") if "train/loss" in row]
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from traces import build_prompt_rows, write_jsonl
 
-    flags, work = model_flags(args.model), args.work
+    work = args.work
     work.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(work / "hf", flags)
+    make_checkpoint(work / "hf", args.model)
+    convert(work / "hf", work / "torch_dist", args.model)
     write_jsonl(build_prompt_rows("rl", args.prompts * args.rollouts, seed=0), work / "prompts.jsonl")
-    convert = [sys.executable, str(ROOT / "tools" / "convert_hf_to_torch_dist.py"), *flags, "--force"]
-    folders = [ROOT, ROOT / "examples" / "retool", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
-    subprocess.run([*convert, "--hf-checkpoint", work / "hf", "--save", work / "torch_dist"], check=True, env=env)
-    train = [
-        sys.executable, "-m", "slime_retool.train", *flags,
+    flags: list[object] = [
+        *model_flags(args.model),
         "--hf-checkpoint", work / "hf", "--ref-load", work / "torch_dist", "--prompt-data", work / "prompts.jsonl",
         "--custom-generate-function-path", "generate_with_retool.generate",
         "--custom-rm-path", "rl_step_hooks.alternating_reward", "--num-rollout", args.rollouts,
         "--rollout-batch-size", args.prompts, "--n-samples-per-prompt", args.samples,
         "--rollout-max-response-len", args.response, "--rollout-max-context-len", args.response + 1024,
-        "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens, "--output-dir", work / "run",
-        "--no-progress", *args.flags,
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens, *args.flags,
     ]  # fmt: skip
-    subprocess.run([str(part) for part in train], check=True, env=env, timeout=args.timeout)
-    from slime_retool.observe.metrics import read_metrics
-
-    rows = [row for row in read_metrics(work / "run" / "metrics.jsonl") if "train/loss" in row]
+    rows = run_training(flags, work / "run", args.timeout)
     steady = rows[1:] or rows
     figures = {
         name: statistics.median(row[name] for row in steady) for name in REPORTED if all(name in row for row in steady)

@@ -1,4 +1,4 @@
-"""The reward of `rl_step.py`: it differs inside every group, so that random weights get a gradient."""
+"""Rewards of the benchmarks' RL steps: they differ inside every group, so that any weights get a gradient."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ from slime_retool.types import Sample
 
 async def alternating_reward(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
     return {"score": float(sample.index % 2)}
+
+
+async def vowel_reward(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
+    """The share of vowels among the response's letters: dense, and learnable by a model of any size."""
+    letters = [letter for letter in sample.response.lower() if letter.isascii() and letter.isalpha()]
+    return {"score": sum(letter in "aeiou" for letter in letters) / max(1, len(letters))}

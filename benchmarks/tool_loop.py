@@ -8,8 +8,8 @@ sample, and does nothing else. The tool answers at once, with another text every
 times; the medians are compared. Prints JSON; `loop_cpu_us` is the processor time that the loop takes for one turn.
 
 One core keeps 256 samples of 20 ms a turn going while a turn takes it less than 78 us, engine client included. Above
-that the core sets the pace, so run this on an idle machine. What is loaded at the start is left out of garbage
-collection (`gc.freeze`), on both sides.
+that the core sets the pace, so run this on an idle machine. Python's garbage collector is set as the rollout manager
+sets it, on both sides.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from slime_retool.rollout.collector import settle_garbage_collector
 from slime_retool.rollout.context import Completion
 from slime_retool.tool_use import FORMATS, LoopBudgets, Tool, ToolFormat, ToolRegistry, make_format, run_tool_loop
 from slime_retool.types import Sample, SampleStatus
@@ -151,8 +152,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     registry = ToolRegistry([Tool("python", "Run Python.", PARAMETERS, tool)])
     tool_format = make_format(options.format, tokenizer, registry.schemas())
     call, answer = completion(tokenizer, CALLS[options.format]), completion(tokenizer, ANSWER)
-    gc.collect()
-    gc.freeze()
+    settle_garbage_collector()
     engine = SleepingEngine(options.turn_ms / 1000, options.turns, call, answer)
     rounds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for _ in range(options.repeats):

@@ -39,17 +39,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shapes import ROOT, model_flags
 
 PEAK_FLOPS = 989e12
 SHORTEST, LONGEST = 200, 8192
-TINY = [
-    "--swiglu", "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "128", "--num-attention-heads", "4",
-    "--group-query-attention", "--num-query-groups", "2", "--kv-channels", "16", "--vocab-size", "512",
-    "--disable-bias-linear", "--normalization", "RMSNorm", "--norm-epsilon", "1e-6",
-    "--use-rotary-position-embeddings", "--qk-layernorm",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,18 +79,6 @@ CASES = {
         Case("train_mfu_0.6b_local", "qwen3-0.6B", transformer_impl="local"),
     )
 }
-
-
-def model_flags(name: str) -> list[str]:
-    """The MODEL_ARGS array of scripts/models/NAME.sh."""
-    if name == "tiny":
-        return TINY
-    script = ROOT / "scripts" / "models" / f"{name}.sh"
-    if not script.is_file():
-        known = ", ".join(sorted(path.stem for path in script.parent.glob("*.sh")))
-        raise SystemExit(f"--model: there is no {script.name}; known models: tiny, {known}")
-    text = f'source "{script}"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
-    return subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True).stdout.split()
 
 
 def trainer_flags(case: Case, device: str) -> list[str]:

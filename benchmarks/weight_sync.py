@@ -35,9 +35,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "quickstart")]
 
-TINY = """--swiglu --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention
---num-query-groups 2 --kv-channels 16 --vocab-size 320 --disable-bias-linear --normalization RMSNorm
---norm-epsilon 1e-6 --use-rotary-position-embeddings --rotary-base 10000 --qk-layernorm""".split()
 GPU_FLAGS = """--sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-cuda-graph-max-bs 16
 --sglang-mem-fraction-static 0.6""".split()
 CYCLE = ("release", "reload", "drop_state", "resume_weights", "offload", "resume_cache")
@@ -146,8 +143,8 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 
     os.environ.update(TRAINER_ENVIRONMENT)
     import torch
-    from rl_step import write_checkpoint
 
+    from benchmarks.shapes import make_checkpoint
     from slime_retool.engine.server import EngineProcess
     from slime_retool.trainer.offload import TrainerMemory
     from slime_retool.trainer.weight_sync import WeightSync
@@ -156,7 +153,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     wanted = [name for name in args.measure if name == "ipc" or not cuda or torch.cuda.device_count() > 1]
     args.work.mkdir(parents=True, exist_ok=True)
     say("writing the checkpoint")
-    write_checkpoint(args.work / "hf", flags)
+    make_checkpoint(args.work / "hf", args.model)
     if cuda:
         torch.cuda.empty_cache()
     config = make_config(args, flags)
@@ -240,12 +237,12 @@ def main() -> None:
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(args.timeout)
     faulthandler.dump_traceback_later(args.timeout + 20, exit=True)  # stuck where no signal is heard
-    from results import write_result
-    from rl_step import model_flags
+    from benchmarks.results import write_result
+    from benchmarks.shapes import model_flags
 
     if args.device == "cpu":
         args.model = "tiny"
-    result = measure(args, TINY if args.device == "cpu" else model_flags(args.model))
+    result = measure(args, model_flags(args.model))
     suffix = "" if args.model == "qwen3-4B" else f"_{args.model}"
     for name in ("sync_ipc_s", "sync_nccl_s", "offload_cycle_s"):
         if name in result:

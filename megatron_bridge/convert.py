@@ -20,6 +20,7 @@ from megatron_bridge.layout import from_hf, hf_shapes, megatron_shape, to_hf
 from megatron_bridge.lora_checkpoint import MergedReader, open_weights
 from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, required
 from megatron_bridge.names import EMBEDDING, OUTPUT_LAYER, find_parameter, hf_names, megatron_names
+from megatron_bridge.read_ahead import ReadAhead
 from megatron_bridge.safetensors_io import INDEX_FILE, SafetensorsCheckpoint, TensorEntry, rewrite_file
 from megatron_bridge.torch_dist_io import TorchDistReader, write_torch_dist
 
@@ -63,7 +64,7 @@ def convert_hf_to_torch_dist(
     with replace_directory(save, force=force) as out:
         with tqdm(total=len(names), desc="HF -> torch_dist", unit="tensor", disable=not progress) as bar:
             write_torch_dist(
-                out / checkpoint_name(None), shapes, dtype_of, value_of, num_layers=required(model, "num_layers"),
+                out / checkpoint_name(None), shapes, dtype_of, value_of, model=model,
                 common={"checkpoint_version": 3.0, "iteration": 0}, written=lambda _: bar.update(),
             )  # fmt: skip
         write_latest(out, None)
@@ -107,18 +108,22 @@ def convert_torch_dist_to_hf(
                 shutil.copyfile(path, out / path.name)
         with tqdm(total=len(hf.entries), desc="torch_dist -> HF", unit="tensor", disable=not progress) as bar:
 
-            def value_of(entry: TensorEntry) -> Tensor:
-                bar.update()
-                if _is_buffer(entry.name):
-                    return hf.read(entry.name)
-                name = sources[entry.name]
-                tensors = hf_tensors(name)
-                tied_head = entry.name not in tensors
-                value = tensors[EMBEDDING.hf[0] if tied_head else entry.name]
-                return value.to(entry.dtype)
+            def value_of(hf_name: str) -> Tensor:
+                if _is_buffer(hf_name):
+                    return hf.read(hf_name)
+                tensors = hf_tensors(sources[hf_name])
+                tied_head = hf_name not in tensors
+                value = tensors[EMBEDDING.hf[0] if tied_head else hf_name]
+                return value.to(hf.entries[hf_name].dtype).contiguous()
 
-            for file in hf.files:
-                rewrite_file(origin / file, out / file, value_of)
+            with ReadAhead(value_of, list(hf.entries)) as values:
+
+                def next_value(entry: TensorEntry) -> Tensor:
+                    bar.update()
+                    return values.read(entry.name)
+
+                for file in hf.files:
+                    rewrite_file(origin / file, out / file, next_value)
         index = out / INDEX_FILE
         if index.is_file():
             content = json.loads(index.read_text())

@@ -1,7 +1,8 @@
 """Let an unpatched megatron-core (checked: 0.16.1 and 0.19.2) run on a CPU with gloo.
 
 Megatron-core assumes CUDA in a few ways that have nothing to do with kernels: it asks for the current CUDA
-device, creates small tensors with `device="cuda"`, keeps CUDA random states, and uses streams and events.
+device, creates small tensors with `device="cuda"`, keeps CUDA random states, uses streams and events, and has
+collectives move tensors of different sizes, which gloo cannot.
 `install_cpu_compat()` answers each of them with the CPU equivalent. It does nothing where CUDA is available,
 and `torch.cuda.is_available()` stays False, so that libraries which ask still get the truth.
 
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _CPU = torch.device("cpu")
@@ -69,13 +71,14 @@ class CudaMeansCpu(TorchFunctionMode):
     """Torch calls that name a CUDA device use the CPU instead."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if kwargs and _is_cuda(kwargs.get("device")):
+        if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         if func is torch.Tensor.to:
             args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -94,6 +97,7 @@ def install_cpu_compat() -> None:
         return
     if torch.cuda.Stream is not CpuStream:
         _replace_cuda_calls()
+        _replace_collectives()
         _replace_megatron_parts()
     if not any(isinstance(mode, CudaMeansCpu) for mode in _get_current_function_mode_stack()):
         CudaMeansCpu().__enter__()
@@ -131,6 +135,44 @@ def _replace_cuda_calls() -> None:
         setattr(torch.cuda, name, replacement)
     torch.cuda.random.get_rng_state = get_rng_state
     torch.cuda.random.set_rng_state = set_rng_state
+
+
+def _replace_collectives() -> None:
+    """Collectives of different sizes per rank, for Megatron's dispatcher of tokens to experts.
+
+    These are replaced by name, because the function mode does not reach into backward passes.
+    """
+    all_to_all_single, all_gather, reduce_scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
+
+    def numbers_for_sizes(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # The dispatcher turns sizes into numbers only where it copies them from a GPU.
+        sizes = {k: v.tolist() for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k.endswith("sizes")}
+        return all_to_all_single(output, input, *args, **{**kwargs, **sizes})
+
+    def gather_padded(tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = [len(t) if t.dim() else 0 for t in tensor_list]
+        if len(set(rows)) <= 1:
+            return all_gather(tensor_list, tensor, *args, **kwargs)
+        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        gathered = [torch.empty_like(padded) for _ in rows]
+        assert all_gather(gathered, padded, *args, **kwargs) is None, "not asynchronous: tensors are cut afterwards"
+        for target, source in zip(tensor_list, gathered, strict=True):
+            target.copy_(source[: len(target)])
+        return None
+
+    def reduce_whole(output: torch.Tensor, input_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        rows = [len(t) if t.dim() else 0 for t in input_list]
+        if len(set(rows)) <= 1:
+            return reduce_scatter(output, input_list, *args, **kwargs)
+        whole = torch.cat(list(input_list))
+        assert dist.all_reduce(whole, *args, **kwargs) is None, "not asynchronous: the result is cut afterwards"
+        output.copy_(whole.split(rows)[dist.get_rank(kwargs.get("group"))])
+        return None
+
+    dist.all_to_all_single = numbers_for_sizes
+    dist.all_gather = gather_padded
+    dist.reduce_scatter = reduce_whole
 
 
 def _replace_megatron_parts() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_bridge.model_config import ModelArgs, check_model, head_dim, query_groups
+from megatron_bridge.model_config import ModelArgs, check_model, head_dim, moe_layers, query_groups
 from megatron_bridge.names import FAMILIES
 
 HfConfig = dict[str, Any]
@@ -38,6 +38,7 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
     # transformers' own defaults where the key may be left out
     groups = config.get("num_key_value_heads") or heads
     kv_channels = config.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)
+    experts = _expert_args(config) if family.experts else {}
     return ModelArgs(
         num_layers=_need(config, "num_hidden_layers"),
         hidden_size=hidden,
@@ -59,6 +60,23 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
         use_rope_scaling=rope["rope_type"] == "llama3",
         rope_scaling_factor=float(rope.get("factor", 8.0)),
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
+        **experts,
+    )
+
+
+def _expert_args(config: HfConfig) -> dict[str, Any]:
+    """The flags of a mixture of experts. A layer has experts unless listed, or skipped by decoder_sparse_step."""
+    if "num_experts" not in config and "num_local_experts" in config:
+        config = {**config, "num_experts": config["num_local_experts"]}  # transformers 5 writes it so
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = _need(config, "num_hidden_layers")
+    sparse = [(layer + 1) % step == 0 and layer not in dense for layer in range(layers)]
+    return dict(
+        num_experts=_need(config, "num_experts"),
+        moe_router_topk=_need(config, "num_experts_per_tok"),
+        moe_ffn_hidden_size=_need(config, "moe_intermediate_size"),
+        moe_router_pre_softmax=not config.get("norm_topk_prob", False),
+        moe_layer_freq="1" if all(sparse) else "[" + ",".join(str(int(s)) for s in sparse) + "]",
     )
 
 
@@ -126,8 +144,20 @@ def check_against_hf(model: ModelArgs, config: HfConfig) -> None:
         "--untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights,
         f"has tie_word_embeddings {tie}", wanted.untie_embeddings_and_output_weights,
     )  # fmt: skip
+    compare_number("--num-experts", model.num_experts, "num_experts", wanted.num_experts)
+    compare_number("--moe-router-topk", model.moe_router_topk, "num_experts_per_tok", wanted.moe_router_topk)
+    compare_number(
+        "--moe-ffn-hidden-size", model.moe_ffn_hidden_size, "moe_intermediate_size", wanted.moe_ffn_hidden_size
+    )
+    compare_switch(
+        "--moe-router-pre-softmax", model.moe_router_pre_softmax,
+        f"has norm_topk_prob {str(not wanted.moe_router_pre_softmax).lower()}", wanted.moe_router_pre_softmax,
+    )  # fmt: skip
+    if not differences and moe_layers(model) != moe_layers(wanted):
+        compare_number("--moe-layer-freq", model.moe_layer_freq, "pattern of layers", wanted.moe_layer_freq)
     if differences:
         raise ValueError("; ".join(differences))
+    check_model(model)
 
 
 def _need(config: HfConfig, key: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -29,10 +30,13 @@ def resolve_transformer_impl(transformer_impl: str = "auto") -> str:
     return transformer_impl
 
 
-def block_spec(config, *, transformer_impl: str, vp_stage: int | None = None):  # type: ignore[no-untyped-def]
+def block_spec(  # type: ignore[no-untyped-def]
+    config, *, with_experts: Sequence[bool], transformer_impl: str, vp_stage: int | None = None
+):
     """Megatron's `TransformerBlockSubmodules` for this pipeline stage (`parallel_state` must be initialised).
 
-    `config` is a TransformerConfig; `transformer_impl` is `local` or `transformer_engine`.
+    `config` is a TransformerConfig; `with_experts` says of every layer of the whole model whether its MLP is a mixture
+    of experts; `transformer_impl` is `local` or `transformer_engine`.
     """
     # Megatron warns about every optional package that is not there; the choice made here is deliberate.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -42,21 +46,44 @@ def block_spec(config, *, transformer_impl: str, vp_stage: int | None = None):  
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    offset = get_transformer_layer_offset(config, vp_stage)
+    experts = with_experts[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
-        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TENorm)
+        def spec(experts: bool):  # type: ignore[no-untyped-def]
+            return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+                qk_layernorm=config.qk_layernorm,
+                num_experts=config.num_moe_experts if experts else None,
+                moe_grouped_gemm=experts and config.moe_grouped_gemm,
+            )
 
-    from megatron_bridge.attention import PackedCoreAttention, RMSNorm
+        norm = TENorm
+    else:
+        from megatron_bridge.attention import PackedCoreAttention, RMSNorm
 
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedCoreAttention
-    attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+        def spec(experts: bool):  # type: ignore[no-untyped-def]
+            made = gpt_layer_specs.get_gpt_layer_local_spec(
+                qk_layernorm=config.qk_layernorm,
+                normalization=config.normalization,
+                num_experts=config.num_moe_experts if experts else None,
+            )
+            layer, attention = made.submodules, made.submodules.self_attention.submodules
+            layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+            attention.core_attention = PackedCoreAttention
+            attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+            if experts:
+                # As Transformer Engine's layers do: this norm is part of no linear layer.
+                del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+            return made
+
+        norm = RMSNorm
+    if any(experts):
+        from megatron.core.transformer.moe import moe_utils
+
+        # 0.16.1 reads this name although it is only imported with Transformer Engine; None means "not there".
+        moe_utils.__dict__.setdefault("te_general_gemm", None)
+    specs = {kind: spec(kind) for kind in set(experts)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in experts], layer_norm=norm)

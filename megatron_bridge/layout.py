@@ -5,6 +5,7 @@ A full Megatron tensor is what a torch_dist checkpoint holds:
 - QKV: [g * (r + 2) * d, H], for each key/value head its r query heads, then its key, then its value.
 - GATED: [2 * F, H], gate then up. A shard of tensor-parallel rank i holds part i of both.
 - VOCABULARY: [padded vocabulary, H]; the padding is zero when it comes from HF.
+- Experts are parameters of their own; their shards are those of the expert-tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def megatron_shape(name: str, model: ModelArgs, tp: int = 1) -> tuple[int, ...]:
 def hf_shapes(name: str, model: ModelArgs) -> list[tuple[int, ...]]:
     """Shapes of the HF tensors that a Megatron parameter holds."""
     _, parameter = find_parameter(name, model)
-    hidden, ffn, width = required(model, "hidden_size"), required(model, "ffn_hidden_size"), head_dim(model)
+    hidden, width = required(model, "hidden_size"), head_dim(model)
+    ffn = required(model, "ffn_hidden_size" if parameter.expert is None else "moe_ffn_hidden_size")
     query, kv = required(model, "num_attention_heads") * width, query_groups(model) * width
     if parameter.kind == VOCABULARY:
         return [(required(model, "vocab_size"), hidden)]
@@ -145,9 +147,12 @@ def hf_shapes(name: str, model: ModelArgs) -> list[tuple[int, ...]]:
     shapes = {
         "self_attention.linear_proj.weight": (hidden, query),
         "mlp.linear_fc2.weight": (hidden, ffn),
+        "mlp.router.weight": (model.num_experts or 0, hidden),
         "self_attention.q_layernorm.weight": (width,),
         "self_attention.k_layernorm.weight": (width,),
     }
+    if parameter.expert is not None:
+        return [(hidden, ffn)]
     return [shapes.get(parameter.megatron, (hidden,))]
 
 

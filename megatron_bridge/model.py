@@ -12,6 +12,7 @@ Shapes. T = tokens of the micro-batch, V = padded vocabulary, H = hidden size, t
 - `packed` from `packed_seq_params(lengths)`; the lengths must sum to T, so padding is a sequence of its own. T must
   be a multiple of tp with sequence parallelism. Rotary positions restart in every sequence, whatever
   `position_ids` say: Megatron does not read them for rotary models.
+- with context parallelism, T counts this rank's tokens (`zigzag.py`), and only packed sequences are taken.
 - without `packed_seq_params`: input_ids [b, s] -> logits [b, s, V/tp], causal in each row.
 """
 
@@ -27,10 +28,13 @@ from megatron_bridge.cpu_compat import install_cpu_compat
 from megatron_bridge.layer_spec import resolve_transformer_impl
 from megatron_bridge.model_config import (
     ModelArgs,
+    alike_layers,
+    check_expert_parallel,
     check_model,
     check_pipeline,
     check_tensor_parallel,
     head_dim,
+    moe_layers,
     padded_vocab_size,
     query_groups,
     required,
@@ -46,6 +50,8 @@ def transformer_config(
     tp: int = 1,
     pp: int = 1,
     cp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
     vpp: int | None = None,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -62,6 +68,7 @@ def transformer_config(
 ):  # type: ignore[no-untyped-def]
     """Megatron's TransformerConfig for the model and its parallel layout.
 
+    ep, etp: expert-parallel size, and tensor-parallel size inside an expert (independent of `tp`).
     vpp: number of model chunks per pipeline stage (interleaved schedule). `perform_initialization=False` leaves
     parameters uninitialised, for a checkpoint that overwrites them all. `overrides` are further TransformerConfig
     fields (`params_dtype`, `fp32_residual_connection`, ...). All dropouts are 0.
@@ -72,15 +79,16 @@ def transformer_config(
 
     check_model(model)
     check_tensor_parallel(model, tp)
+    check_expert_parallel(model, ep, etp)
     num_layers = required(model, "num_layers")
     check_pipeline(
         num_layers, pp, vpp=vpp, first=decoder_first_pipeline_num_layers, last=decoder_last_pipeline_num_layers
     )
     impl = resolve_transformer_impl(transformer_impl)
-    if cp > 1 and impl != "transformer_engine":
-        raise ValueError(f"--context-parallel-size {cp} needs Transformer Engine's attention: use 1, or install it")
     if sequence_parallel and tp == 1:
         sequence_parallel = False  # there is nothing to share out, and Megatron refuses the combination
+    if model.num_experts is not None and tp > 1 and not sequence_parallel:
+        raise ValueError(f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: add it")
     on_gpu = torch.cuda.is_available()
     fields: dict[str, Any] = dict(
         num_layers=num_layers,
@@ -107,7 +115,7 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         # Packed micro-batches differ in length, so stages tell each other the shapes.
         variable_seq_lengths=pp > 1,
-        moe_token_dispatcher_type="alltoall",  # no experts here, but the default is refused beside the line above
+        moe_token_dispatcher_type="alltoall",  # the default is refused beside the line above, even without experts
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -128,7 +136,26 @@ def transformer_config(
         persist_layer_norm=impl == "transformer_engine",
         gradient_accumulation_fusion=False,
     )
+    if model.num_experts is not None:
+        fields |= _expert_fields(model, ep=ep, etp=etp, grouped=impl == "transformer_engine")
     return TransformerConfig(**{**fields, **overrides})
+
+
+def _expert_fields(model: ModelArgs, *, ep: int, etp: int, grouped: bool) -> dict[str, Any]:
+    """TransformerConfig fields of a mixture of experts. Routing is the policy's own: nothing balances or drops."""
+    return dict(
+        num_moe_experts=model.num_experts,
+        moe_router_topk=model.moe_router_topk,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_layer_freq=1 if alike_layers(model) else [int(experts) for experts in moe_layers(model)],
+        moe_router_pre_softmax=model.moe_router_pre_softmax,
+        moe_router_dtype="fp32",  # bf16 logits tie, and the engine and the trainer would choose other experts
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=grouped,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
 
 
 def build_gpt_model(
@@ -163,7 +190,9 @@ def build_gpt_model(
     own_rotary = impl == "local" and config.context_parallel_size == 1
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, transformer_impl=impl, vp_stage=vp_stage),
+        transformer_layer_spec=block_spec(
+            config, with_experts=moe_layers(model), transformer_impl=impl, vp_stage=vp_stage
+        ),
         vocab_size=padded_vocab_size(model, tp),
         max_sequence_length=model.max_position_embeddings or 4096,  # only read for learned positions
         pre_process=pre_process,
@@ -186,6 +215,11 @@ def build_gpt_model(
         _return_hidden_states(gpt)
     elif post_process:
         _mask_padded_vocabulary(gpt, model, tp, parallel_output)
+    for name, parameter in gpt.named_parameters():
+        if ".mlp.experts." in name:
+            # Reduced over the expert-data-parallel group, which Megatron itself only says when ep > 1: at tp > etp
+            # the copies of an expert on several tensor-parallel ranks see other tokens, too.
+            parameter.allreduce = False
     return gpt
 
 
@@ -251,24 +285,39 @@ def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int, parallel_output
     gpt.output_layer.register_forward_hook(mask)
 
 
-def packed_seq_params(lengths: Sequence[int], device: torch.device | str | None = None):  # type: ignore[no-untyped-def]
+def packed_seq_params(  # type: ignore[no-untyped-def]
+    lengths: Sequence[int], device: torch.device | str | None = None, *, cp: int = 1, cp_rank: int = 0
+):
     """Megatron's PackedSeqParams (format `thd`) for sequences of these lengths, one after the other.
 
+    With cp > 1 the lengths are still those of the whole sequences (multiples of 2 * cp); the model is then given the
+    tokens `zigzag.zigzag_rows(lengths, cp, cp_rank)`.
     `max_seqlen` is the longest length itself: Megatron would let rotary positions run on across sequences if it
     were the total.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron_bridge.attention import PackedSeqParams, ZigzagSeqParams
+    from megatron_bridge.zigzag import chunk_layout
 
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     if device is not None:
         ends = ends.to(device)
     longest = max(lengths)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+    fields = dict(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    if cp == 1:
+        return PackedSeqParams(**fields)
+    return ZigzagSeqParams(**fields, chunks=chunk_layout(lengths, cp, cp_rank, device))
 
 
-def init_parallel(tp: int = 1, pp: int = 1, cp: int = 1, *, vpp: int | None = None, seed: int = 1234) -> None:
+def init_parallel(
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    *,
+    vpp: int | None = None,
+    seed: int = 1234,
+) -> None:
     """Initialise Megatron's parallel groups and random states over the running torch.distributed group."""
     install_cpu_compat()
     from megatron.core import parallel_state, tensor_parallel
@@ -277,6 +326,8 @@ def init_parallel(tp: int = 1, pp: int = 1, cp: int = 1, *, vpp: int | None = No
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         virtual_pipeline_model_parallel_size=vpp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

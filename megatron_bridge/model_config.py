@@ -8,6 +8,7 @@ compares every one of them with a checkpoint's `config.json`.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from megatron_bridge.flags import flag
@@ -45,6 +46,38 @@ class ModelArgs:
     untie_embeddings_and_output_weights: bool = flag(
         False, help="The output layer has a matrix of its own (tie_word_embeddings is false)."
     )
+    num_experts: int | None = flag(None, help="Experts of a mixture-of-experts layer; without it all MLPs are dense.")
+    moe_router_topk: int | None = flag(None, help="Experts that each token is sent to.")
+    moe_ffn_hidden_size: int | None = flag(None, help="Width of an expert's inner layer.")
+    moe_router_pre_softmax: bool = flag(
+        False, help="Weight experts by the softmax over all of them, not over the chosen (norm_topk_prob is false)."
+    )
+    moe_layer_freq: str = flag(
+        "1", help="Layers with experts: N for layers 0, N, 2N, ..., or a list of 0 and 1 such as [0]*3+[1]*45."
+    )
+
+
+def moe_layers(model: ModelArgs) -> list[bool]:
+    """For each layer whether its MLP is a mixture of experts. ValueError for a --moe-layer-freq that says nothing."""
+    layers, pattern = required(model, "num_layers"), model.moe_layer_freq.replace(" ", "").strip("()")
+    if model.num_experts is None:
+        return [False] * layers
+    if pattern.isdigit() and int(pattern) > 0:
+        return [layer % int(pattern) == 0 for layer in range(layers)]
+    out: list[bool] = []
+    for term in pattern.split("+"):
+        match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", term)
+        if match is None:
+            raise ValueError(f"--moe-layer-freq {model.moe_layer_freq}: give a number, or a list such as [0]*3+[1]*45")
+        out += [bit == "1" for bit in match.group(1).split(",")] * int(match.group(2) or 1)
+    if len(out) != layers:
+        raise ValueError(f"--moe-layer-freq {model.moe_layer_freq} speaks of {len(out)} layers, --num-layers {layers}")
+    return out
+
+
+def alike_layers(model: ModelArgs) -> bool:
+    """Whether all layers have the same parameters."""
+    return len(set(moe_layers(model))) == 1
 
 
 def padded_vocab_size(model: ModelArgs, tp: int = 1) -> int:
@@ -95,6 +128,26 @@ def check_model(model: ModelArgs) -> None:
         required(model, field)
     if model.kv_channels is None and required(model, "hidden_size") % heads:
         raise ValueError(f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads}")
+    _check_experts(model)
+
+
+def _check_experts(model: ModelArgs) -> None:
+    if model.num_experts is None:
+        given = [name for name in ("moe_router_topk", "moe_ffn_hidden_size") if model.__dict__[name] is not None]
+        if model.moe_router_pre_softmax or model.moe_layer_freq != "1":
+            given.append("moe_router_pre_softmax" if model.moe_router_pre_softmax else "moe_layer_freq")
+        if given:
+            raise ValueError(f"--{given[0].replace('_', '-')} needs --num-experts: the model has no experts without it")
+        return
+    topk = required(model, "moe_router_topk")
+    if model.num_experts < 2 or not 1 <= topk <= model.num_experts:
+        raise ValueError(
+            f"--num-experts {model.num_experts} with --moe-router-topk {topk}: at least 2 experts, and at most as many "
+            "per token as there are"
+        )
+    required(model, "moe_ffn_hidden_size")
+    if not any(moe_layers(model)):
+        raise ValueError(f"--moe-layer-freq {model.moe_layer_freq} gives no layer experts: leave --num-experts out")
 
 
 def nearest_divisor(total: int, wanted: int) -> int:
@@ -103,14 +156,36 @@ def nearest_divisor(total: int, wanted: int) -> int:
 
 
 def check_tensor_parallel(model: ModelArgs, tp: int) -> None:
-    """Refuse (ValueError, naming the nearest size) what does not divide the key/value heads and the MLP."""
-    divided = {"key/value heads": query_groups(model), "ffn hidden size": required(model, "ffn_hidden_size")}
+    """Refuse (ValueError, naming the nearest size) what does not divide the key/value heads and the dense MLPs."""
+    divided = {"key/value heads": query_groups(model)}
+    if not all(moe_layers(model)):
+        divided["ffn hidden size"] = required(model, "ffn_hidden_size")
     for name, value in divided.items():
         if value % tp:
             nearest = nearest_divisor(math.gcd(*divided.values()), tp)
             raise ValueError(
                 f"--tensor-model-parallel-size {tp} must divide the model's {name} ({value}); use {nearest}"
             )
+
+
+def check_expert_parallel(model: ModelArgs, ep: int, etp: int) -> None:
+    """Refuse (ValueError, naming the nearest size) what does not divide the experts, or there are none."""
+    if model.num_experts is None:
+        for name, size in (("model", ep), ("tensor", etp)):
+            if size != 1:
+                raise ValueError(f"--expert-{name}-parallel-size {size}: the model has no experts; use 1")
+        return
+    if model.num_experts % ep:
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} must divide the model's {model.num_experts} experts; "
+            f"use {nearest_divisor(model.num_experts, ep)}"
+        )
+    ffn = required(model, "moe_ffn_hidden_size")
+    if ffn % etp:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {etp} must divide the experts' inner width ({ffn}); "
+            f"use {nearest_divisor(ffn, etp)}"
+        )
 
 
 def check_pipeline(

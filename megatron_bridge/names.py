@@ -1,17 +1,19 @@
 """Names of parameters in Hugging Face and in Megatron checkpoints, as data. Pure Python: no torch.
 
 A Megatron parameter is named as in a torch_dist checkpoint: `decoder.layers.{layer}.` plus a name of the tables
-below, with the layer's global number. Transformer Engine holds the two layer norms inside the linear layers that
-follow them, the local spec beside them; the checkpoint always uses the former's names, `MODULE_ALIASES` maps
-the latter's.
+below, with the layer's global number; an expert's parameter is `mlp.experts.experts.{expert}.` plus the rest, with the
+expert's global number. Modules spell some names otherwise, `global_name` translates them: Transformer Engine holds the
+two layer norms inside the linear layers that follow them, the local spec beside them (the checkpoint has the former's
+names; the norm before a mixture of experts stands alone in both), and experts are numbered within their rank.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
-from megatron_bridge.model_config import ModelArgs
+from megatron_bridge.model_config import ModelArgs, moe_layers
 
 LAYER_PREFIX = "decoder.layers."
 HF_LAYER_PREFIX = "model.layers."
@@ -30,14 +32,25 @@ VOCABULARY = "vocabulary"
 class Parameter:
     """One Megatron parameter, the HF tensors it holds, and how both are laid out.
 
-    tp_axis: the dimension that tensor parallelism splits, None for a replicated parameter. A GATED parameter's
-    shard is [gate shard; up shard].
+    tp_axis: the dimension that tensor parallelism splits (expert tensor parallelism in an expert), None for a
+    replicated parameter. A GATED parameter's shard is [gate shard; up shard].
     """
 
     megatron: str
     hf: tuple[str, ...]
     kind: str = COPY
     tp_axis: int | None = None
+    expert: int | None = None
+    """Number of the expert that it belongs to."""
+
+    def of_expert(self, expert: int) -> Parameter:
+        """The parameter of one expert, from a table entry with the place-holder EXPERT in its names."""
+        return dataclasses.replace(
+            self,
+            megatron=self.megatron.replace(EXPERT, str(expert)),
+            hf=tuple(name.replace(EXPERT, str(expert)) for name in self.hf),
+            expert=expert,
+        )
 
 
 @dataclass(frozen=True)
@@ -50,15 +63,43 @@ class Family:
     top: tuple[Parameter, ...] = ()
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    experts: bool = False
 
-    def layer_parameters(self) -> tuple[Parameter, ...]:
-        """Parameters of one transformer layer."""
-        return (self.parent.layer_parameters() if self.parent else ()) + self.layer
+    def layer_parameters(self, num_experts: int = 0) -> tuple[Parameter, ...]:
+        """Parameters of one transformer layer; `num_experts` 0 is a layer with a dense MLP."""
+        if not num_experts:
+            return self._attention_parameters() + DENSE_MLP
+        experts = (entry.of_expert(expert) for expert in range(num_experts) for entry in EXPERT_MLP)
+        return (*self._attention_parameters(), *MOE_LAYER, *experts)
+
+    def _attention_parameters(self) -> tuple[Parameter, ...]:
+        return (self.parent._attention_parameters() if self.parent else ()) + self.layer
 
     def top_parameters(self) -> tuple[Parameter, ...]:
         """Parameters outside the layers."""
         return (self.parent.top_parameters() if self.parent else ()) + self.top
 
+
+EXPERT = "{expert}"
+
+DENSE_MLP = (
+    Parameter("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
+    Parameter("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GATED, 0),
+    Parameter("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), COPY, 1),
+)
+MOE_LAYER = (
+    Parameter("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
+    Parameter("mlp.router.weight", ("mlp.gate.weight",)),
+)
+EXPERT_MLP = (
+    Parameter(
+        "mlp.experts.experts.{expert}.linear_fc1.weight",
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+        GATED,
+        0,
+    ),
+    Parameter("mlp.experts.experts.{expert}.linear_fc2.weight", ("mlp.experts.{expert}.down_proj.weight",), COPY, 1),
+)
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY, 0)
 OUTPUT_LAYER = Parameter("output_layer.weight", ("lm_head.weight",), VOCABULARY, 0)
@@ -74,9 +115,6 @@ LLAMA = Family(
             0,
         ),
         Parameter("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), COPY, 1),
-        Parameter("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
-        Parameter("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GATED, 0),
-        Parameter("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), COPY, 1),
     ),
     top=(EMBEDDING, Parameter("decoder.final_layernorm.weight", ("model.norm.weight",)), OUTPUT_LAYER),
 )
@@ -105,46 +143,67 @@ QWEN3 = Family(
     qk_layernorm=True,
 )
 
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+QWEN3_MOE = Family("qwen3_moe", parent=QWEN3, qk_layernorm=True, experts=True)
 
-MODULE_ALIASES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-"""Name in a locally specified layer -> name in the checkpoint."""
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+
+ATTENTION_NORM = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+MLP_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+"""Name in a locally specified layer, name in the checkpoint (of a layer with a dense MLP)."""
 
 _LAYER_NAME = re.compile(re.escape(LAYER_PREFIX) + r"(\d+)\.(.+)")
+_EXPERT_NAME = re.compile(r"mlp\.experts\.experts\.(\d+)\.(.+)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_)?experts\.(\d+)\.(.+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
 
 
 def family_of(model: ModelArgs) -> Family:
-    """The family whose layers have the model's biases and norms. ValueError when there is none."""
+    """The family whose layers have the model's biases, norms and experts. ValueError when there is none."""
+    wanted = (model.add_qkv_bias, model.qk_layernorm, model.num_experts is not None)
     for family in FAMILIES.values():
-        if (family.add_qkv_bias, family.qk_layernorm) == (model.add_qkv_bias, model.qk_layernorm):
+        if (family.add_qkv_bias, family.qk_layernorm, family.experts) == wanted:
             return family
+    if model.num_experts is not None:
+        raise ValueError("--num-experts is supported for Qwen3-MoE: with --qk-layernorm and without --add-qkv-bias")
     raise ValueError("--add-qkv-bias and --qk-layernorm together belong to no supported family: leave one out")
 
 
 def split_name(name: str) -> tuple[int | None, str]:
-    """`decoder.layers.3.mlp.linear_fc2.weight` -> (3, `mlp.linear_fc2.weight`), with the checkpoint's spelling.
+    """`decoder.layers.3.mlp.linear_fc2.weight` -> (3, `mlp.linear_fc2.weight`).
 
     Names outside the layers give (None, name). Wrappers' `module.` prefixes are dropped.
     """
     while name.startswith("module."):
         name = name.removeprefix("module.")
     match = _LAYER_NAME.fullmatch(name)
-    if match is None:
-        return None, name
-    rest = match.group(2)
-    return int(match.group(1)), MODULE_ALIASES.get(rest, rest)
+    return (None, name) if match is None else (int(match.group(1)), match.group(2))
 
 
-def global_name(name: str, layer_offset: int) -> str:
-    """A parameter's name with the layer's global number, from its name in one pipeline stage.
+def split_expert(rest: str) -> tuple[int | None, str]:
+    """`mlp.experts.experts.7.linear_fc1.weight` -> (7, `mlp.experts.experts.linear_fc1.weight`); else (None, rest)."""
+    match = _EXPERT_NAME.fullmatch(rest)
+    return (None, rest) if match is None else (int(match.group(1)), f"mlp.experts.experts.{match.group(2)}")
 
-    layer_offset: number of layers before this stage (Megatron's `get_transformer_layer_offset`).
+
+def global_name(name: str, model: ModelArgs, layer_offset: int = 0, expert_offset: int = 0) -> str:
+    """A parameter's checkpoint name, from its name in the modules of one rank (or with such a rank's numbers).
+
+    layer_offset: number of layers before this pipeline stage (Megatron's `get_transformer_layer_offset`).
+    expert_offset: number of experts on the expert-parallel ranks before this one.
     """
     layer, rest = split_name(name)
-    return rest if layer is None else f"{LAYER_PREFIX}{layer + layer_offset}.{rest}"
+    if layer is None:
+        return rest
+    layer += layer_offset
+    if rest == ATTENTION_NORM[0]:
+        rest = ATTENTION_NORM[1]
+    elif rest == MLP_NORM[0] and not moe_layers(model)[layer]:
+        rest = MLP_NORM[1]
+    elif match := _LOCAL_EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.experts.{int(match.group(1)) + expert_offset}.{match.group(2)}"
+    elif match := _GROUPED_EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.experts.{int(match.group(2)) + expert_offset}.{match.group(1)}"
+    return f"{LAYER_PREFIX}{layer}.{rest}"
 
 
 def find_parameter(name: str, model: ModelArgs) -> tuple[int | None, Parameter]:
@@ -154,6 +213,15 @@ def find_parameter(name: str, model: ModelArgs) -> tuple[int | None, Parameter]:
     for parameter in family.top_parameters() if layer is None else family.layer_parameters():
         if parameter.megatron == rest:
             return layer, parameter
+    if layer is not None and model.num_experts is not None:
+        expert, _ = split_expert(rest)
+        if expert is not None and expert < model.num_experts:
+            entries = tuple(entry.of_expert(expert) for entry in EXPERT_MLP)
+        else:
+            entries = MOE_LAYER
+        for parameter in entries:
+            if parameter.megatron == rest:
+                return layer, parameter
     raise ValueError(f"Megatron parameter {name} is unknown to the {family.model_type} name table")
 
 
@@ -162,8 +230,8 @@ def megatron_names(model: ModelArgs) -> list[str]:
     family = family_of(model)
     layers = [
         f"{LAYER_PREFIX}{layer}.{parameter.megatron}"
-        for layer in range(model.num_layers or 0)
-        for parameter in family.layer_parameters()
+        for layer, experts in enumerate(moe_layers(model))
+        for parameter in family.layer_parameters((model.num_experts or 0) if experts else 0)
     ]
     embedding, final_norm, output = (parameter.megatron for parameter in family.top_parameters())
     return [embedding, *layers, final_norm, *([output] if model.untie_embeddings_and_output_weights else [])]

@@ -81,13 +81,19 @@ def _check_adapters(reader: TorchDistReader, spec: LoraSpec, model: ModelArgs) -
     """The adapters fit the model, or ValueError."""
     layers = required(model, "num_layers")
     for target in spec.targets:
-        module = TARGET_MODULES[target]
-        rows, columns = megatron_shape(f"{LAYER_PREFIX}0.{module}.weight", model)
-        stored, _, _ = reader.tensor_metadata(f"{LAYER_PREFIX}0.{module}.{LORA_A}")
-        shape_b = reader.shape(f"{LAYER_PREFIX}0.{module}.{LORA_B}")
-        found = (stored.size[0], reader.shape(f"{LAYER_PREFIX}0.{module}.{LORA_A}")[1], math.prod(shape_b[:-1]))
-        if found != (layers, columns, rows):
-            raise ValueError(
-                f"{reader.directory}: the adapters of {target} are for (layers, inputs, outputs) {found}, config.json "
-                f"implies {(layers, columns, rows)}: give the --origin-hf-dir that they were trained on"
-            )
+        for layer in range(layers):
+            module = f"{LAYER_PREFIX}{layer}.{TARGET_MODULES[target]}"
+            rows, columns = megatron_shape(f"{module}.weight", model)
+            a, b = reader.shape(f"{module}.{LORA_A}"), reader.shape(f"{module}.{LORA_B}")
+            found = (a[1], math.prod(b[:-1]))
+            if found != (columns, rows):
+                raise ValueError(
+                    f"{reader.directory}: the adapter of {module} has (inputs, outputs) {found}, config.json implies "
+                    f"{(columns, rows)}: give the --origin-hf-dir that it was trained on"
+                )
+    deeper = f"{LAYER_PREFIX}{layers}.{TARGET_MODULES[spec.targets[0]]}.{LORA_A}"
+    if reader.holds(deeper):
+        raise ValueError(
+            f"{reader.directory} has adapters of more than config.json's {layers} layers: give the --origin-hf-dir "
+            "that they were trained on"
+        )

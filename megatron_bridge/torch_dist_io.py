@@ -5,10 +5,12 @@ Built on torch.distributed.checkpoint's file format, which is what `megatron.cor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,37 +38,60 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from megatron_bridge.names import LAYER_PREFIX, split_name
+from megatron_bridge.model_config import ModelArgs, alike_layers, required
+from megatron_bridge.names import LAYER_PREFIX, split_expert, split_name
+from megatron_bridge.read_ahead import ReadAhead
 
 
-def checkpoint_key(name: str) -> tuple[str, int | None]:
-    """(key, layer) of a parameter by its global name: layers share a key, stacked along a first dimension."""
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint holds a parameter: under `key`, at `index` of a stack of such parameters."""
+
+    key: str
+    index: tuple[int, ...] = ()
+
+
+def places(name: str) -> tuple[Place, Place]:
+    """The place of a parameter by its global name when all layers are alike, and when they are not.
+
+    Experts of a layer always share a key, stacked in a dimension of their own. So do layers that are all alike, in a
+    dimension before that; else each has its own keys.
+    """
     layer, rest = split_name(name)
-    return (rest, None) if layer is None else (LAYER_PREFIX + rest, layer)
+    if layer is None:
+        return Place(rest), Place(rest)
+    expert, rest = split_expert(rest)
+    index = () if expert is None else (expert,)
+    return Place(LAYER_PREFIX + rest, (layer, *index)), Place(f"{LAYER_PREFIX}{layer}.{rest}", index)
 
 
 class _LazySavePlanner(SavePlanner):
     """Plans one chunk per parameter and asks for its value only when it is written."""
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], dtype_of: Callable[[str], torch.dtype], num_layers: int,
+        self, shapes: dict[str, tuple[int, ...]], dtype_of: Callable[[str], torch.dtype], model: ModelArgs,
         value_of: Callable[[str], Tensor], written: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.value_of, self.written = value_of, written
         self.names: dict[MetadataIndex, str] = {}
         items = []
+        alike = alike_layers(model)
         for name, shape in shapes.items():
-            key, layer = checkpoint_key(name)
-            stacked = layer is not None
-            sizes = torch.Size((1, *shape) if stacked else shape)
-            offsets = torch.Size((layer or 0, *[0] * len(shape)) if stacked else [0] * len(shape))
-            index = MetadataIndex(key, offsets)
+            place = places(name)[0 if alike else 1]
+            sizes = torch.Size((*[1] * len(place.index), *shape))
+            offsets = torch.Size((*place.index, *[0] * len(shape)))
+            index = MetadataIndex(place.key, offsets)
             self.names[index] = name
+            layer, rest = split_name(name)
+            stack = [required(model, "num_layers")] if alike and layer is not None else []
+            if split_expert(rest)[0] is not None:
+                stack.append(required(model, "num_experts"))
             data = TensorWriteData(
                 chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
                 properties=TensorProperties(dtype=dtype_of(name)),
-                size=torch.Size((num_layers, *shape)) if stacked else sizes,
+                size=torch.Size((*stack, *shape)),
             )
             items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
@@ -99,21 +124,21 @@ def write_torch_dist(
     dtype_of: Callable[[str], torch.dtype],
     value_of: Callable[[str], Tensor],
     *,
-    num_layers: int,
+    model: ModelArgs,
     common: dict[str, Any],
     written: Callable[[str], None],
 ) -> None:
-    """Write a checkpoint of full Megatron tensors, one in memory at a time.
+    """Write a checkpoint of full Megatron tensors; one is in memory, and the next one that a thread reads meanwhile.
 
     shapes: full shape by global parameter name. `value_of(name)` gives the tensor, `written(name)` is told after.
     common: what Megatron keeps in common.pt.
     """
-    planner = _LazySavePlanner(shapes, dtype_of, num_layers, value_of, written)
     directory.mkdir(parents=True, exist_ok=True)
     # Not more than one thread: an exception in the writer's further threads is lost, and with it the tensors.
     writer = FileSystemWriter(directory, thread_count=1)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_checksums(), ReadAhead(value_of, list(shapes)) as values:
+            planner = _LazySavePlanner(shapes, dtype_of, model, values.read, written)
             # It remarks that one process saves, which is what no_dist asks for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
@@ -130,6 +155,17 @@ def write_torch_dist(
     (directory / "metadata.json").write_text(json.dumps(backends))
 
 
+@contextlib.contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Leave out the CRC32 of each tensor's record: no reader of these files compares it, and it costs a pass."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
 class TorchDistReader:
     """Reads full parameters out of a checkpoint directory, whatever layout wrote it.
 
@@ -142,15 +178,15 @@ class TorchDistReader:
         self.metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
-    def tensor_metadata(self, name: str) -> tuple[TensorStorageMetadata, str, int | None]:
-        """Metadata, key and position in the stack of a parameter. ValueError when the checkpoint lacks it."""
-        key, layer = checkpoint_key(name)
-        if layer is not None and f"{LAYER_PREFIX}{layer}." + key.removeprefix(LAYER_PREFIX) in self.keys:
-            key, layer = f"{LAYER_PREFIX}{layer}." + key.removeprefix(LAYER_PREFIX), None
-        stored = self.metadata.state_dict_metadata.get(key)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise ValueError(f"{self.directory} has no tensor {key}: it belongs to another model")
-        return stored, key, layer
+    def find(self, name: str) -> tuple[TensorStorageMetadata, Place]:
+        """Metadata and place of a parameter. ValueError when the checkpoint lacks it."""
+        for place in places(name):
+            stored = self.metadata.state_dict_metadata.get(place.key)
+            if isinstance(stored, TensorStorageMetadata):
+                if any(i >= size for i, size in zip(place.index, stored.size, strict=False)):
+                    break
+                return stored, place
+        raise ValueError(f"{self.directory} has no tensor {name}: it belongs to another model")
 
     @property
     def keys(self) -> set[str]:
@@ -159,6 +195,14 @@ class TorchDistReader:
 
     def has(self, key: str) -> bool:
         return key in self.metadata.state_dict_metadata
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a parameter of this global name."""
+        try:
+            self.find(name)
+        except ValueError:
+            return False
+        return True
 
     def num_layers(self) -> int:
         """Number of layers that the checkpoint holds."""
@@ -170,24 +214,22 @@ class TorchDistReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Full shape of one parameter (vocabulary padding included)."""
-        stored, _, layer = self.tensor_metadata(name)
-        return tuple(stored.size if layer is None else stored.size[1:])
+        stored, place = self.find(name)
+        return tuple(stored.size[len(place.index) :])
 
     def read(self, name: str) -> Tensor:
         """One full parameter."""
-        stored, key, layer = self.tensor_metadata(name)
-        offsets = [0] * len(stored.size)
-        sizes = list(stored.size)
-        if layer is not None:
-            offsets[0], sizes[0] = layer, 1
+        stored, place = self.find(name)
+        shape = stored.size[len(place.index) :]
+        offsets, sizes = (*place.index, *[0] * len(shape)), (*[1] * len(place.index), *shape)
         target = torch.empty(sizes, dtype=stored.properties.dtype)
         wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, stored, [wanted])
+        items = create_read_items_for_chunk_list(place.key, stored, [wanted])
         found = sum(math.prod(item.lengths) for item in items)
         if found != target.numel():
             raise ValueError(f"{self.directory}: {name} is incomplete ({found} of {target.numel()} values)")
         self._reader.read_data(LoadPlan(items), _TargetPlanner(target)).wait()
-        return target if layer is None else target[0]
+        return target.reshape(shape)
 
 
 class _TargetPlanner(LoadPlanner):

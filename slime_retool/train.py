@@ -226,11 +226,20 @@ class Loop:
     def _evaluate(self, rollout_id: int) -> None:
         """Evaluate the weights after `rollout_id` (-1: before any training)."""
         started = time.monotonic()
-        figures = self._rollout.evaluate(rollout_id)
+        figures = self._validate() if self._config.loss_type == "sft_loss" else self._rollout.evaluate(rollout_id)
         figures["perf/eval_seconds"] = time.monotonic() - started
         self._metrics.log(rollout_id, figures)
-        accuracy = {name: value for name, value in figures.items() if name.endswith("/accuracy")}
-        logger.info("rollout %d: %s", rollout_id, ", ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
+        headline = {name: value for name, value in figures.items() if name.endswith(("/accuracy", "/loss"))}
+        logger.info("rollout %d: %s", rollout_id, ", ".join(f"{name} {value:.3f}" for name, value in headline.items()))
+
+    def _validate(self) -> dict[str, float]:
+        """SFT: the loss on held-out conversations."""
+        from slime_retool.rollout.held_out import held_out_figures
+
+        figures: dict[str, float] = {}
+        for name, samples in self._rollout.held_out().items():
+            figures |= held_out_figures(name, samples, self._cluster.log_probs(samples))
+        return figures
 
     def _export(self) -> None:
         from megatron_bridge.convert import convert_torch_dist_to_hf

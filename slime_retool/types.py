@@ -54,6 +54,8 @@ class Sample:
     """Unique within the run."""
     group_index: int = 0
     """Shared by the n samples of one prompt."""
+    row: int = 0
+    """Its row, counted over all training data."""
     source: str = ""
     """Name of the data set it is from, where `--prompt-data` gives one."""
     tools: list[ToolSchema] | None = None

@@ -55,6 +55,7 @@ class Prompts:
 
     def __init__(self, texts: list[str], copies: int) -> None:
         self.texts, self.copies, self.drawn = texts, copies, 0
+        self.returned: list[list[Sample]] = []
 
     def next_groups(self, count: int) -> list[list[Sample]]:
         groups = []
@@ -68,6 +69,9 @@ class Prompts:
             )
             self.drawn += 1
         return groups
+
+    def return_groups(self, groups: list[list[Sample]]) -> None:
+        self.returned += groups
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}

@@ -20,7 +20,7 @@ from megatron_bridge.flags import to_flags
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.layout import from_hf, megatron_shape, merge_tp, split_tp, to_hf
 from megatron_bridge.model_config import check_pipeline, padded_vocab_size
-from megatron_bridge.names import FAMILIES, global_name, megatron_names, split_name
+from megatron_bridge.names import FAMILIES, find_parameter, global_name, hf_names, megatron_names
 from megatron_bridge.torch_dist_io import TorchDistReader
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
@@ -96,13 +96,27 @@ def test_a_gated_shard_holds_its_part_of_gate_and_of_up(bf16_checkpoints):
     assert second[:, 0].tolist() == [*range(24, 48), *range(72, 96)]
 
 
-def test_names_of_local_modules_and_wrappers_become_checkpoint_names():
-    assert split_name("module.module.decoder.layers.2.input_layernorm.weight") == (
-        2, "self_attention.linear_qkv.layer_norm_weight",
-    )  # fmt: skip
-    name = global_name("decoder.layers.1.pre_mlp_layernorm.weight", layer_offset=5)
-    assert name == "decoder.layers.6.mlp.linear_fc1.layer_norm_weight"
-    assert global_name("output_layer.weight", layer_offset=5) == "output_layer.weight"
+def test_names_of_local_modules_and_wrappers_become_checkpoint_names(bf16_checkpoints):
+    dense, mixed = (model_args_from_hf(read_hf_config(bf16_checkpoints[kind])) for kind in ("qwen3", "qwen3_mixed"))
+    layer = "module.module.decoder.layers.1."
+    qkv = "self_attention.linear_qkv.layer_norm_weight"
+    assert global_name(f"{layer}input_layernorm.weight", dense) == f"decoder.layers.1.{qkv}"
+    norm = f"{layer}pre_mlp_layernorm.weight"
+    assert global_name(norm, dense) == "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
+    assert global_name(norm, mixed) == "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
+    assert global_name(norm, mixed, layer_offset=1) == "decoder.layers.2.pre_mlp_layernorm.weight"
+    assert global_name("output_layer.weight", dense, layer_offset=5) == "output_layer.weight"
+
+
+@pytest.mark.parametrize("local", ["local_experts.1.linear_fc2.weight", "linear_fc2.weight1"])
+def test_experts_are_numbered_over_all_ranks(local, bf16_checkpoints):
+    """Rank 1 of 2 holds the second half of six experts."""
+    model = model_args_from_hf(read_hf_config(bf16_checkpoints["qwen3_moe"]))
+    name = global_name(f"decoder.layers.0.mlp.experts.{local}", model, layer_offset=2, expert_offset=3)
+    assert name == "decoder.layers.2.mlp.experts.experts.4.linear_fc2.weight"
+    assert hf_names(*find_parameter(name, model)) == ["model.layers.2.mlp.experts.4.down_proj.weight"]
+    with pytest.raises(ValueError, match="unknown"):
+        find_parameter("decoder.layers.0.mlp.experts.experts.6.linear_fc2.weight", model)
 
 
 def test_a_tied_output_layer_is_not_sent_twice(bf16_checkpoints):
@@ -190,7 +204,8 @@ def test_rope_theta_is_read_in_the_spelling_of_transformers_4_and_5(bf16_checkpo
 
 def test_every_family_says_which_parameters_it_adds():
     counts = {name: len(family.layer_parameters()) for name, family in FAMILIES.items()}
-    assert counts == {"llama": 6, "qwen2": 7, "qwen3": 8}
+    assert counts == {"llama": 6, "qwen2": 7, "qwen3": 8, "qwen3_moe": 8}
+    assert len(FAMILIES["qwen3_moe"].layer_parameters(num_experts=6)) == 7 + 6 * 2
 
 
 @pytest.mark.parametrize(

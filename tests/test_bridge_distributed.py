@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from bridge_models import KINDS, save_tiny_model, tiny_model
+from bridge_models import DENSE_KINDS as KINDS
+from bridge_models import save_tiny_model, tiny_model
 from dist_utils import run_distributed
 from safetensors.torch import load_file
 
@@ -189,7 +190,7 @@ def check_weight_export(gpt, model, directory: Path, tp: int) -> None:
         for local_name, parameter in gpt.named_parameters():
             shards = [torch.empty_like(parameter.data) for _ in range(tp)]
             dist.all_gather(shards, parameter.data, group=group)
-            name = global_name(local_name, offset)
+            name = global_name(local_name, model, offset)
             yield name, merge_tp(name, shards, model)
 
     exported = dict(hf_tensors_from_megatron(gathered(), model))

@@ -150,6 +150,8 @@ BAD = {
     "missing checkpoint": ({"--hf-checkpoint": "/nowhere/model"}, "no such folder: /nowhere/model"),
     "reference that is no checkpoint": ({"--ref-load": "/tmp"}, "latest_checkpointed_iteration.txt"),
     "wrong rotary base": ({"--num-layers": "4", "--rotary-base": "77"}, "--"),
+    "an overlong buffer beyond the limit": ({"--overlong-buffer-len": "99999"}, "--rollout-max-response-len"),
+    "an overlong penalty without a buffer": ({"--overlong-penalty-factor": "2"}, "--overlong-buffer-len"),
     "both lengths of the run": ({"--num-epoch": "2"}, "one of --num-rollout and --num-epoch"),
     "temperature zero": ({"--rollout-temperature": "0"}, "above 0"),
     "odd evaluation sets": ({"--eval-prompt-data": "aime"}, "pairs NAME FILE"),
@@ -216,7 +218,6 @@ BAD = {
         {"--rollout-num-gpus": "3", "--rollout-num-gpus-per-engine": "2"},
         "does not divide the 3 GPUs",
     ),
-    "context parallel": ({"--actor-num-gpus-per-node": "2", "--context-parallel-size": "2"}, "must be 1"),
 }
 
 

@@ -214,6 +214,27 @@ def test_a_resumed_run_goes_on_exactly_where_it_stopped(tmp_path, taken):
     assert [(g[0].prompt, g[0].index, g[0].group_index) for g in resumed.next_groups(25)] == expected
 
 
+def test_returned_rows_come_first_also_after_a_resume(tmp_path):
+    stopped, resumed = (source(tmp_path, 6, "--rollout-shuffle", "--n-samples-per-prompt", "2") for _ in range(2))
+    drawn = stopped.next_groups(4)
+    order = [group[0].prompt for group in drawn]
+    stopped.return_groups([drawn[1], drawn[3]])
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    for data in (stopped, resumed):
+        again = data.next_groups(4)
+        assert [group[0].prompt for group in again[:2]] == [order[1], order[3]]
+        assert sorted(order + [group[0].prompt for group in again[2:]]) == [f"{i:03}" for i in range(6)]
+        assert [sample.index for group in again for sample in group] == list(range(8, 16))
+
+
+def test_a_returned_row_is_found_although_the_length_filter_left_others_out(tmp_path):
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "x" * 50}, {"prompt": "a"}, {"prompt": "b"}])
+    data = PromptDataSource(parse_config(["--prompt-data", file, "--rollout-max-prompt-len", "5"]), byte_tokenizer())
+    first = data.next_groups(1)
+    data.return_groups(first)
+    assert prompts(data, 2) == ["a", "b"]
+
+
 def test_a_position_is_refused_when_the_data_or_its_order_changed(tmp_path):
     state = source(tmp_path, 10, "--rollout-shuffle").state_dict()
     for count, flags, key in ((9, ["--rollout-shuffle"], "num_rows"), (10, [], "rollout_shuffle")):

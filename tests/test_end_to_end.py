@@ -142,9 +142,10 @@ def test_a_killed_run_resumes_with_the_same_losses(model: Path, tmp_path: Path):
             "rollout_function_path": "slime_retool.rollout.sft_rollout.generate_rollout",
             "num_rollout": 8, "rollout_batch_size": 4, "lr": 1e-3, "lr_decay_style": "cosine",
             "save": tmp_path / name / "save", "load": tmp_path / name / "save", "save_interval": 1,
-            "output_dir": tmp_path / name,
+            "output_dir": tmp_path / name, "eval_interval": 4,
         }  # fmt: skip
         flags = [token for key, value in values.items() for token in ("--" + key.replace("_", "-"), str(value))]
+        flags += ["--eval-prompt-data", "held", str(tmp_path / "sft.jsonl")]
         switches = ["--debug-train-only", "--calculate-per-token-loss", "--rollout-shuffle", "--no-progress"]
         return [sys.executable, "-m", "slime_retool.train", *flags, *switches]
 
@@ -163,10 +164,17 @@ def test_a_killed_run_resumes_with_the_same_losses(model: Path, tmp_path: Path):
     output, _ = resumed.communicate(timeout=200)
     assert resumed.returncode == 0, output
     figures = [
-        [(row["step"], row["train/loss"], row["train/grad_norm"], row["train/lr"]) for row in read_metrics(path)]
+        [
+            (row["step"], *(row.get(name) for name in ("train/loss", "train/grad_norm", "train/lr", "eval/held/loss")))
+            for row in read_metrics(path)
+        ]
         for path in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "killed" / "metrics.jsonl")
     ]
-    assert len(figures[0]) == 8 and figures[0] == figures[1]
+    trained = [[row[:4] for row in rows if row[0] >= 0] for rows in figures]
+    assert len(trained[0]) == 8 and trained[0] == trained[1]
+    validation = [row[4] for row in figures[0] if row[4] is not None]  # before, after four and after eight steps
+    assert validation[1:] == [row[4] for row in figures[1] if row[4] is not None][-2:]
+    assert len(validation) == 3 and validation[2] < validation[1] < validation[0]
 
 
 def command(model: Path, output: Path, **changes: object) -> list[str]:

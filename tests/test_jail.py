@@ -3,47 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-import jail_programs
 import pytest
 
+from benchmarks.sandbox import idle_session_mb
 from slime_retool.errors import ConfigError
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, run_sync
-from slime_retool.sandbox.jail import landlock, syscalls
+from slime_retool.sandbox.jail import forks, landlock, loop, namespaces, syscalls, wire
 from slime_retool.sandbox.jail.client import JailClient
 from slime_retool.sandbox.jail.environment import package_folders
 
 T = TypeVar("T")
-LEVELS = ("namespaces", "landlock")
+ALL_LEVELS = ("namespaces", "landlock")
 
 
-def available(level: str) -> bool:
-    """Asked of the kernel directly, so that a refusal by the sandbox is compared with an independent
-    answer."""
-    probe = (
-        "namespaces.unshare(namespaces.NEWUSER | namespaces.NEWPID | namespaces.NEWNET)"
-        if level == "namespaces"
-        else ""
-    )
-    code = "from slime_retool.sandbox.jail import namespaces, landlock\n"
-    code += f"{probe}\nassert landlock.abi_version() >= 3"
-    root = Path(__file__).parents[1]
-    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True).returncode == 0
+def available(level: str, uid: int) -> bool:
+    """Asked of the kernel directly, so that what the sandbox says is compared with an independent answer."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if uid != os.getuid():
+                os.setgroups([])
+                os.setresgid(uid, uid, uid)
+                os.setresuid(uid, uid, uid)
+            if level == "namespaces":
+                namespaces.unshare(namespaces.NEWUSER | namespaces.NEWPID | namespaces.NEWNET)
+            os._exit(0 if landlock.abi_version() >= landlock.ABI_TRUNCATE else 1)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
-AVAILABLE = {level: available(level) for level in LEVELS}
+LEVELS = [level for level in ALL_LEVELS if available(level, os.getuid())]
+"""Those that this machine has."""
+
+
+def assert_refused(level: str, message: str) -> None:
+    """The layer, the kernel's answer and what to do."""
+    assert f"sandbox isolation '{level}' is not available: layer '" in message
+    assert "Errno" in message or "ABI" in message
+    assert "user namespaces" in message or "Landlock needs" in message
 
 
 def in_box(level: str, use: Callable[[Sandbox], Awaitable[T]], without: tuple[str, ...] = (), **options: object) -> T:
-    """`use` in a sandbox of that level; where the kernel has no such level, asserts the refusal instead."""
     options.setdefault("packages", ())
     options.setdefault("concurrency", 4)
 
@@ -51,11 +63,20 @@ def in_box(level: str, use: Callable[[Sandbox], Awaitable[T]], without: tuple[st
         async with Sandbox(SandboxPolicy(isolation=level, **options), _without=frozenset(without)) as box:
             return await use(box)
 
-    if not AVAILABLE[level]:
-        with pytest.raises(SandboxUnavailable, match=f"isolation '{level}' is not available: layer '.*Errno"):
-            asyncio.run(main())
-        pytest.xfail(f"this kernel refuses {level}, and the sandbox said so")
     return asyncio.run(main())
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_a_level_is_there_or_its_refusal_says_why(level: str) -> None:
+    async def use(box: Sandbox) -> Result:
+        return await box.run("6 * 7")
+
+    if level in LEVELS:
+        assert in_box(level, use).result == "42"
+    else:
+        with pytest.raises(SandboxUnavailable) as refusal:
+            in_box(level, use)
+        assert_refused(level, str(refusal.value))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -70,22 +91,6 @@ def test_harmless_code_runs_with_plain_semantics(level: str) -> None:
         seen = (case["id"], result.status.value, result.stdout, result.result)
         assert seen == (case["id"], case.get("status", "ok"), case.get("stdout", ""), case.get("result"))
         assert case.get("error", "") in (result.error or "")
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_programs_for_puzzles_give_their_known_answers_all_at_once(level: str) -> None:
-    programs = jail_programs.generate(120, seed=7)
-
-    async def use(box: Sandbox) -> list[Result]:
-        return list(await asyncio.gather(*(box.run(code, timeout=60) for code, _ in programs)))
-
-    results = in_box(level, use, packages=("numpy", "sympy"))
-    wrong = [
-        (code, answer, result)
-        for (code, answer), result in zip(programs, results, strict=True)
-        if result.stdout.strip() != answer
-    ]
-    assert wrong == []
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -307,8 +312,64 @@ def test_zygote_and_broker_are_replaced_when_they_die(level: str) -> None:
     after_zygote, lost, during, after_broker = in_box(level, use)
     assert after_zygote.result == "2"
     assert lost.status is Status.UNAVAILABLE and "lost" in lost.error
-    assert during.status is Status.UNAVAILABLE and "broker ended" in during.error
+    assert during.status is Status.UNAVAILABLE and "broker ended (killed by SIGKILL" in during.error
     assert after_broker.result == "3"
+
+
+def test_a_zygote_that_ended_with_requests_unread_does_not_end_the_broker() -> None:
+    """To its peer that is a reset (ECONNRESET), where a socket that was read to its end gives EPIPE."""
+    config = {"limits": {"startup_timeout": 1}, "zygote": {"work": None}, "kinds": {"plain": []}, "pool": 1}
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.send(b"request")
+    theirs.close()
+    all_forks = forks.Forks(loop.Loop(), config, None, collections.Counter())
+    kind = all_forks.kinds["plain"]
+    kind.ready, kind.socket = True, ours
+    all_forks.fill()
+    assert all_forks.children == {} and kind.starting == 0
+    ours.close()
+
+
+@pytest.mark.parametrize("level", LEVELS[:1])
+def test_a_fault_of_the_broker_is_named_to_those_who_wait(level: str) -> None:
+    async def use(box: Sandbox) -> tuple[Result, Result]:
+        call = asyncio.ensure_future(box.run("import time\ntime.sleep(99)"))
+        await asyncio.sleep(0.2)
+        box._jail._client._write({"op": "no such operation"})
+        return await call, await box.run("7")
+
+    during, after = in_box(level, use)
+    assert during.status is Status.UNAVAILABLE
+    assert "the sandbox stopped: a fault of the broker: AssertionError in broker.py, line" in during.error
+    assert after.result == "7"
+
+
+def test_messages_are_cut_at_their_ends_whatever_the_pieces() -> None:
+    messages = [{"n": n, "text": "é" * n} for n in range(5)]
+    stream = b"".join(wire.pack(message) for message in messages)
+    for size in (1, 3, 50, len(stream)):
+        frames, found = wire.Frames(), []
+        for start in range(0, len(stream), size):
+            frames.feed(stream[start : start + size])
+            while (message := frames.take()) is not None:
+                found.append(message)
+        assert found == messages
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_idle_session_has_at_most_4_mb_of_its_own(level: str) -> None:
+    """After sympy only where objects can be exempt from reference counting, as from Python 3.12."""
+    solve = "from sympy import symbols, solve\nx = symbols('x')\nprint(solve(x**2 - 5*x + 6, x))"
+
+    async def use(box: Sandbox) -> float:
+        for number in range(3):
+            session = box.session(str(number))
+            await session.run("print(6 * 7)")
+            if sys.version_info >= (3, 12):
+                await session.run(solve)
+        return idle_session_mb(box)
+
+    assert 0 < in_box(level, use, packages=("numpy", "sympy")) <= 4
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -345,7 +406,7 @@ except SandboxUnavailable as error:
         "ids = namespaces.map_user()\nnamespaces.unshare(namespaces.NEWUSER)\nnamespaces.write_maps(*ids)\n"
         "open('/proc/sys/user/max_user_namespaces', 'w').write('0')"
     )
-    if AVAILABLE["namespaces"]:
+    if "namespaces" in LEVELS:
         done = subprocess.run(
             [sys.executable, "-c", code.format(change=no_namespaces, level="namespaces")],
             cwd=Path(__file__).parents[1],

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import jail_host
 import pytest
-from test_jail import AVAILABLE, LEVELS, in_box
+from test_jail import ALL_LEVELS, LEVELS, assert_refused, available, in_box
 
 from benchmarks import sandbox_soak
-from slime_retool.sandbox import Result, Sandbox, Status
+from slime_retool.sandbox import Result, Sandbox, SandboxUnavailable, Status
 
 TESTS = Path(__file__).parent
 USERS = (0, 1000) if os.getuid() == 0 else (os.getuid(),)
 
 
 @pytest.mark.parametrize("uid", USERS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ALL_LEVELS)
 def test_hostile_code_fails(level: str, uid: int) -> None:
     cases = TESTS / "data" / "jail_hostile.jsonl"
     done = subprocess.run(
@@ -38,9 +38,8 @@ def test_hostile_code_fails(level: str, uid: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    if not AVAILABLE[level]:
-        assert f"isolation '{level}' is not available: layer" in answer["unavailable"]
-        return
+    if not available(level, uid):
+        return assert_refused(level, answer["unavailable"])
     assert answer == {"cases": len(cases.read_text().splitlines()), "failures": {}}
 
 
@@ -71,7 +70,6 @@ def test_the_attacks_succeed_where_nothing_stops_them(tmp_path: Path) -> None:
 # purpose; where
 # two stop the same thing, the other one is switched off as well.
 HOLDS = {
-    "user": None,
     "environment": ("import os\n'held' if 'HOST_API_KEY' not in os.environ else 'broken'", ()),
     "mount": (
         "import os\n'broken' if os.path.exists('/proc/self') or os.path.exists('/var/lib') else 'held'",
@@ -120,7 +118,12 @@ def outcome(level: str, code: str, without: tuple[str, ...], values: dict[str, o
 
 @pytest.mark.parametrize(
     ("level", "layer"),
-    [("namespaces", name) for name, probe in HOLDS.items() if probe] + [("landlock", name) for name in HOLDS_LANDLOCK],
+    [
+        (level, name)
+        for level, layers in (("namespaces", HOLDS), ("landlock", HOLDS_LANDLOCK))
+        for name in layers
+        if level in LEVELS
+    ],
 )
 def test_a_layer_switched_off_lets_something_through(level: str, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import ctypes
@@ -140,7 +143,8 @@ def test_a_layer_switched_off_lets_something_through(level: str, layer: str, mon
             libc.shmctl(segment, 0, None)
 
 
-def test_without_the_freeze_a_thread_runs_between_cells() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_the_freeze_a_thread_runs_between_cells(level: str) -> None:
     cell = "import threading\ndef f():\n    while True: pass\nthreading.Thread(target=f, daemon=True).start()"
 
     async def use(box: Sandbox) -> int:
@@ -149,22 +153,33 @@ def test_without_the_freeze_a_thread_runs_between_cells() -> None:
         await asyncio.sleep(0.6)
         return jail_host.cpu_ticks("boot.py") - before
 
-    assert in_box("namespaces", use, ("freeze",)) > 10
+    assert in_box(level, use, ("freeze",)) > 10
 
 
-def test_every_namespace_is_another_than_ours() -> None:
-    """As the kernel names them from outside."""
+NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 
-    async def use(box: Sandbox) -> dict[str, bool]:
+
+def shared_namespaces(without: tuple[str, ...]) -> list[str]:
+    """Those that a call shares with us, as the kernel names them from outside."""
+
+    async def use(box: Sandbox) -> list[str]:
         await box.session("s").run("1")
-        ours = {
-            name: os.readlink(f"/proc/self/ns/{name}") for name in ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
-        }
-        broker = box._jail._client.broker_pid
-        child = deepest(broker)
-        return {name: os.readlink(f"/proc/{child}/ns/{name}") != link for name, link in ours.items()}
+        folders = Path("/proc/self/ns"), Path(f"/proc/{deepest(box._jail._client.broker_pid)}/ns")
+        ours, theirs = ([os.readlink(folder / name) for name in NAMESPACES] for folder in folders)
+        return [name for name, mine, other in zip(NAMESPACES, ours, theirs, strict=True) if mine == other]
 
-    assert all(in_box("namespaces", use).values())
+    return in_box("namespaces", use, without)
+
+
+@pytest.mark.parametrize("level", LEVELS[: LEVELS.count("namespaces")])
+def test_every_namespace_is_another_than_ours_and_each_can_be_missed(level: str) -> None:
+    assert shared_namespaces(()) == []
+    assert shared_namespaces(("cgroup",)) == ["cgroup"]
+    if os.getuid() == 0:
+        assert shared_namespaces(("user",)) == ["user"]
+    else:  # without the user namespace an ordinary user gets none of the others
+        with pytest.raises(SandboxUnavailable, match="layer 'user and other namespaces' was refused.*Errno 1"):
+            shared_namespaces(("user",))
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -189,15 +204,11 @@ async def main():
         await asyncio.sleep(0.3)
         print(box._jail._client.broker_pid, flush=True)
         print([call.status.value for call in await asyncio.gather(*calls)], flush=True)
-try: asyncio.run(main())
-except SandboxUnavailable: print("0")
+asyncio.run(main())
 """
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(TESTS.parent)}
     client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     broker = int(client.stdout.readline())
-    if not AVAILABLE[level]:
-        assert broker == 0
-        return
     members = list(sandbox_soak.family(broker))
     assert len(members) >= 6  # broker, zygote, four calls
     os.kill(client.pid if victim == "client" else broker, signal.SIGKILL)

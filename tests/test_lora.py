@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": TP2,
     "tp2_sp": {**TP2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
 }
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -52,7 +53,10 @@ def _adapters(trainer: Any, value_of: Any) -> dict[str, torch.Tensor]:
 
     offset = trainer.module.decoder.layers[0].layer_number - 1
     own = {
-        global_name(f"{name.removesuffix('weight')}{part}", offset): (axis, value_of(layer._parameters[part]).clone())
+        global_name(f"{name.removesuffix('weight')}{part}", trainer.config, offset): (
+            axis,
+            value_of(layer._parameters[part]).clone(),
+        )
         for name, layer in adapted_layers(trainer.module).items()
         for part, axis in layer.lora_axes.items()
     }
@@ -81,7 +85,9 @@ def _randomize(trainer: Any) -> None:
             shape = list(b.shape)
             if axis is not None:
                 shape[axis] *= tp
-            whole = initial_a(global_name(name, offset), 1, torch.Size(shape).numel(), 7).view(shape) * 4
+            whole = (
+                initial_a(global_name(name, trainer.config, offset), 1, torch.Size(shape).numel(), 7).view(shape) * 4
+            )
             b.copy_(whole if axis is None else whole.chunk(tp, dim=axis)[rank])
     trainer.actor.optimizer.reload_model_params()
 

@@ -22,6 +22,7 @@ KEYS = (
     "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
 )  # fmt: skip
+EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # The published config.json's values (head_dim None: not in the file), then the published number of parameters.
 PUBLISHED = {
     "qwen3-0.6B": (("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 1e-6, 1e6, True), 596_049_920),
@@ -42,12 +43,20 @@ PUBLISHED = {
     "llama3.1-8B": (("llama", 32, 4096, 14336, 32, 8, None, 128256, 1e-5, 5e5, False), 8_030_261_248),
     "smollm2-135M": (("llama", 30, 576, 1536, 9, 3, None, 49152, 1e-5, 1e5, True), 134_515_008),
 }
+EXPERTS = {"qwen3-30B-A3B": (128, 8, 768), "qwen3-235B-A22B": (128, 8, 1536)}
+PUBLISHED |= {
+    "qwen3-30B-A3B": (("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, 1e-6, 1e6, False), 30_532_122_624),
+    "qwen3-235B-A22B": (("qwen3_moe", 94, 4096, 12288, 64, 4, 128, 151936, 1e-6, 1e6, False), 235_093_634_560),
+}
 LLAMA3_FACTOR = {"llama3.2-1B": 32.0, "llama3.2-3B": 32.0, "llama3.1-8B": 8.0}
 
 
 def published_config(name: str) -> dict:
     config = {key: value for key, value in zip(KEYS, PUBLISHED[name][0], strict=True) if value is not None}
     config |= {"hidden_act": "silu", "attention_dropout": 0.0}
+    if name in EXPERTS:
+        config |= dict(zip(EXPERT_KEYS, EXPERTS[name], strict=True))
+        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     if name in LLAMA3_FACTOR:
         config["rope_scaling"] = {
             "rope_type": "llama3", "factor": LLAMA3_FACTOR[name], "low_freq_factor": 1.0,
@@ -83,20 +92,25 @@ def test_a_script_says_what_the_published_config_says(name, models):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_add_up_to_the_published_number(name, models):
-    """layers * (2H + QKV(+bias) + O + 3HF (+ head norms)) + H + V * H * (1 or 2), and transformers' own model."""
+    """layers * (2H + QKV(+bias) + O + MLP (+ head norms)) + H + V * H * (1 or 2), and transformers' own model.
+
+    MLP: 3HF, or with E experts of width f: E * 3Hf and the router's EH.
+    """
     model, (values, published) = models[name], PUBLISHED[name]
     family, layers, hidden, ffn, heads, groups, width, vocab, _, _, tied = values
     width = width or hidden // heads
     qkv_rows = (heads + 2 * groups) * width
-    layer = 2 * hidden + qkv_rows * hidden + heads * width * hidden + 3 * hidden * ffn
-    layer += {"qwen2": qkv_rows, "qwen3": 2 * width, "llama": 0}[family]
+    experts, _, expert_ffn = EXPERTS.get(name, (0, 0, 0))
+    mlp = experts * (3 * hidden * expert_ffn + hidden) if experts else 3 * hidden * ffn
+    layer = 2 * hidden + qkv_rows * hidden + heads * width * hidden + mlp
+    layer += {"qwen2": qkv_rows, "qwen3": 2 * width, "qwen3_moe": 2 * width, "llama": 0}[family]
     assert layers * layer + hidden + vocab * hidden * (1 if tied else 2) == published
     padding = (padded_vocab_size(model) - vocab) * hidden * (1 if tied else 2)
     sizes = [torch.Size(megatron_shape(parameter, model)).numel() for parameter in megatron_names(model)]
     assert sum(sizes) - padding == published
 
 
-@pytest.mark.parametrize("name", ["qwen3-4B", "qwen2.5-7B", "llama3.2-1B", "smollm2-135M"])
+@pytest.mark.parametrize("name", ["qwen3-4B", "qwen2.5-7B", "llama3.2-1B", "smollm2-135M", "qwen3-30B-A3B"])
 def test_transformers_counts_the_same(name):
     config = published_config(name)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
@@ -123,7 +137,7 @@ def build_all(rank: int, world_size: int, models: dict[str, ModelArgs]) -> dict[
         )
         with torch.device("meta"):
             gpt = build_gpt_model(model, config, transformer_impl="local")
-        shapes[name] = {global_name(key, 0): tuple(value.shape) for key, value in gpt.named_parameters()}
+        shapes[name] = {global_name(key, model): tuple(value.shape) for key, value in gpt.named_parameters()}
     return shapes
 
 

@@ -49,6 +49,14 @@ def test_the_ranks_of_a_layout_hold_the_whole_model(tp, pp):
     assert held == total_parameters(model) + copies * norms + padding
 
 
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (8, 1), (8, 2)])
+def test_experts_are_spread_over_their_ranks(ep, etp):
+    """Of 30B-A3B, 48 layers of 128 experts of 3 * 2048 * 768 are divided, 1,541,093,376 parameters are not."""
+    model = source("qwen3-30B-A3B", ROOT)
+    held = stage_parameters(model, stage=0, layers=48, tp=1, pp=1, ep=ep, etp=etp)
+    assert held == 1_541_093_376 + 48 * 128 * 3 * 2048 * 768 // (ep * etp)
+
+
 def test_uneven_stages_get_the_layers_that_were_asked_for():
     assert stage_layers(36, 4, first=6, last=8) == [6, 11, 11, 8]
     assert stage_layers(28, 2, last=13) == [15, 13]

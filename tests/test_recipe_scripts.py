@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from test_model_scripts import published_config
 
 from slime_retool.config import Config, parse_config
+from slime_retool.train import main as train
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "examples" / "retool"
-SCRIPTS = ("retool_qwen3_4b_sft.sh", "retool_qwen3_4b_rl.sh")
+SFT_4B, RL_4B = "retool_qwen3_4b_sft.sh", "retool_qwen3_4b_rl.sh"
+SFT_32B, DAPO_32B, PPO_32B = (f"retool_qwen2.5_32b_{name}.sh" for name in ("sft", "dapo", "ppo"))
+SCRIPTS = (SFT_4B, RL_4B, SFT_32B, DAPO_32B, PPO_32B)
+# The model's config.json, by the first letters of a script's name.
+MODELS = {"retool_qwen3_4b": ("qwen3-4B", {"rope_theta": 5e6}), "retool_qwen2.5_32b": ("qwen2.5-32B", {})}
 
 
 def launch(tmp_path: Path, script: str, *extra: str, **environment: str) -> tuple[list[str], str]:
@@ -39,7 +46,38 @@ def config_of(tmp_path: Path, script: str, *extra: str, **environment: str) -> C
     return parse_config(launch(tmp_path, script, *extra, **environment)[0])
 
 
+def real_paths(tmp_path: Path, script: str) -> dict[str, str]:
+    """Variables that point at the real model's config.json and one row of data."""
+    name, changed = next(value for start, value in MODELS.items() if script.startswith(start))
+    for folder in ("hf", "ref"):
+        (tmp_path / folder).mkdir()
+    config = {**published_config(name), **changed, "max_position_embeddings": 262144}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "ref" / "latest_checkpointed_iteration.txt").write_text("release")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "label": "1"}\n')
+    rows = str(tmp_path / "rows.jsonl")
+    return {
+        "HF_CHECKPOINT": str(tmp_path / "hf"), "REF_LOAD": str(tmp_path / "ref"), "SAVE_DIR": str(tmp_path / "save"),
+        "PROMPT_DATA": rows, "EVAL_DATA": rows,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_a_dry_run_with_the_real_shapes_passes_every_check(tmp_path, script, monkeypatch, capsys):
+    arguments, _ = launch(tmp_path, script, "--dry-run", "--device", "cuda", **real_paths(tmp_path, script))
+    monkeypatch.syspath_prepend(str(RECIPE))
+    assert train(arguments) == 0, capsys.readouterr().err
+    assert "--num-layers" in capsys.readouterr().out
+
+
+def test_another_model_than_the_tiny_one_is_refused(tmp_path):
+    done = subprocess.run(
+        ["bash", str(RECIPE / RL_4B)], env={"PATH": os.environ["PATH"], "MODEL": "7b"}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "MODEL must be empty or 'tiny', got '7b'" in done.stderr
+
+
+@pytest.mark.parametrize("script", (SFT_4B, RL_4B))
 def test_every_flag_parses_and_describes_the_4b_model(tmp_path, script):
     config = config_of(tmp_path, script)
     assert (config.num_layers, config.hidden_size, config.rotary_base) == (36, 2560, 5_000_000)
@@ -49,7 +87,7 @@ def test_every_flag_parses_and_describes_the_4b_model(tmp_path, script):
 
 
 def test_sft_is_trained_on_the_messages_column_with_the_published_values(tmp_path):
-    config = config_of(tmp_path, SCRIPTS[0])
+    config = config_of(tmp_path, SFT_4B)
     assert config.rollout_function_path == "slime_retool.rollout.sft_rollout.generate_rollout"
     assert (config.input_key, config.loss_type, config.debug_train_only) == ("messages", "sft_loss", True)
     assert (config.num_epoch, config.rollout_batch_size, config.global_batch_size) == (3, 128, 128)
@@ -63,8 +101,24 @@ def test_sft_is_trained_on_the_messages_column_with_the_published_values(tmp_pat
     assert (config.max_tokens_per_gpu, config.world_size) == (9216, 8)
 
 
+def test_the_32b_runs_have_the_values_published_for_verl(tmp_path):
+    sft, dapo, ppo = (config_of(tmp_path, script) for script in (SFT_32B, DAPO_32B, PPO_32B))
+    assert (sft.num_epoch, sft.global_batch_size, sft.rollout_max_context_len) == (6, 32, 16384)
+    for config in (dapo, ppo):
+        assert (config.num_layers, config.hidden_size, config.max_turns) == (64, 5120, 8)
+        assert (config.eps_clip, config.eps_clip_high, config.eps_clip_c, config.lr) == (0.2, 0.28, 10.0, 1e-6)
+        assert (config.rollout_max_prompt_len, config.rollout_max_response_len) == (2048, 16384)
+        assert (config.n_samples_per_eval_prompt, config.eval_top_p, config.eval_interval) == (30, 0.6, 5)
+        assert (config.world_size, config.rollout_num_gpus_per_engine, config.use_kl_loss) == (32, 4, False)
+    assert (dapo.advantage_estimator, dapo.rollout_batch_size, dapo.n_samples_per_prompt) == ("grpo", 512, 16)
+    assert dapo.steps_per_rollout == 8  # mini-batches of 64 prompts
+    assert (ppo.advantage_estimator, ppo.rollout_batch_size, ppo.n_samples_per_prompt) == ("ppo", 1024, 1)
+    assert (ppo.steps_per_rollout, ppo.critic_lr, ppo.num_critic_only_steps) == (4, 2e-6, 20)
+    assert (ppo.gamma, ppo.lambd) == (1.0, 1.0)
+
+
 def test_rl_uses_the_retool_hooks_with_the_published_values(tmp_path):
-    config = config_of(tmp_path, SCRIPTS[1])
+    config = config_of(tmp_path, RL_4B)
     assert config.custom_generate_function_path == "generate_with_retool.generate"
     assert config.custom_rm_path == "generate_with_retool.reward_func"
     assert (config.rollout_batch_size, config.n_samples_per_prompt, config.global_batch_size) == (32, 8, 256)

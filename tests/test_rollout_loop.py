@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from rollout_hooks import Prompts, scripted_context
@@ -13,12 +14,12 @@ from slime_retool.errors import DataError, EngineError, RolloutError
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.evaluate import evaluate
 from slime_retool.rollout.figures import source_figures
-from slime_retool.rollout.filters import keep_groups_with_reward_spread
+from slime_retool.rollout.filters import check_reward_nonzero_std
 from slime_retool.rollout.rl_rollout import generate_rollout
 from slime_retool.rollout.sampling import evaluation_sampling_params, remaining_tokens, training_sampling_params
 from slime_retool.types import RolloutBatch, Sample, SampleStatus
 
-SPREAD = "slime_retool.rollout.filters.keep_groups_with_reward_spread"
+SPREAD = "slime_retool.rollout.filters.check_reward_nonzero_std"
 
 
 def make_config(tmp_path: Path, **values: object) -> Config:
@@ -139,9 +140,75 @@ async def test_data_without_any_spread_ends_with_an_explanation(tmp_path):
         max_sampling_rounds=3,
     )
     data = Prompts(["a"], 4)
-    with pytest.raises(DataError, match="6 prompts .* only 0 groups .* mean reward is 1: .*too hard or too easy"):
+    with pytest.raises(DataError, match="6 prompts .* only 0 groups .* in 6 every one was right; .* too easy"):
         await rollout(scripted_context(config, echo), data)
     assert data.drawn == 6
+
+
+async def test_data_that_no_answer_solves_is_called_too_hard(tmp_path):
+    config = make_config(
+        tmp_path,
+        custom_rm_path="rollout_hooks.spread_only_for_b",
+        dynamic_sampling_filter_path=SPREAD,
+        max_sampling_rounds=3,
+    )
+    with pytest.raises(DataError, match="in 6 every answer was wrong .* mean reward is 0, .* too hard"):
+        await rollout(scripted_context(config, echo), Prompts(["a"], 4))
+
+
+async def test_equal_raw_rewards_are_dropped_although_their_lengths_differ(tmp_path):
+    config = make_config(
+        tmp_path,
+        custom_rm_path="rollout_hooks.constant_reward",
+        dynamic_sampling_filter_path=SPREAD,
+        max_sampling_rounds=1,
+        overlong_buffer_len=10,
+    )
+    with pytest.raises(DataError, match="only 0 groups"):
+        await rollout(scripted_context(config, lambda prompt, call: "x" * (8 + call % 4)), Prompts(["a"], 4))
+
+
+async def test_long_responses_lose_reward_in_training_only(tmp_path):
+    """DAPO eq. 13 with L_max 16, L_cache 10: (6 - length) / 10 beyond 6 tokens."""
+    config = make_config(
+        tmp_path, custom_rm_path="rollout_hooks.constant_reward", overlong_buffer_len=10, overlong_penalty_factor=0.5
+    )
+    lengths = [3, 6, 7, 16, 4, 11, 20, 1]
+    batch = await rollout(
+        scripted_context(config, lambda prompt, call: "x" * lengths[call - 1]), Prompts(["a", "b"], 4)
+    )
+    expected = [1, 1, 1 - 0.05, 1 - 0.5, 1, 1 - 0.25, 1 - 0.5, 1]
+    assert [s.reward for s in batch.samples] == pytest.approx(expected)
+    assert batch.metrics["rollout/reward_mean"] == 1
+    assert batch.metrics["rollout/trained_reward_mean"] == pytest.approx(fmean(expected))
+
+
+async def test_the_limit_of_the_punishment_is_what_the_prompt_leaves_of_the_context(tmp_path):
+    config = make_config(
+        tmp_path, custom_rm_path="rollout_hooks.constant_reward", overlong_buffer_len=4, rollout_max_context_len=10
+    )
+    batch = await rollout(scripted_context(config, lambda *_: "x" * 5), Prompts(["1234"], 4))
+    assert {s.reward for s in batch.samples} == {1 - 3 / 4}  # limit 6, free up to 2
+
+
+async def test_truncated_samples_teach_nothing_and_stay_in_the_baseline(tmp_path):
+    config = make_config(tmp_path, overlong_filtering=True)
+    answers = {1: "x" * 17, 2: "x" * 16}  # the limit is 16; the second ended by itself
+    batch = await rollout(scripted_context(config, lambda _, call: answers.get(call, "yes")), Prompts(["a", "b"], 4))
+    assert [s.num_loss_tokens for s in batch.samples] == [0, 16, 3, 3, 3, 3, 3, 3]
+    assert [s.reward for s in batch.samples[:4]] == [1, 1, 0, 0]
+    assert batch.metrics["rollout/overlong_masked"] == 1
+
+
+@pytest.mark.timeout(20)
+async def test_prompts_of_groups_that_were_cancelled_or_not_needed_are_returned(tmp_path):
+    config = make_config(tmp_path, custom_rm_path="rollout_hooks.sleepy_for_z", over_sampling_batch_size=4)
+    data = Prompts(["z", "a", "b", "c"], 4)
+    batch = await rollout(scripted_context(config, echo), data)
+    trained = {s.group_index for s in batch.samples}
+    assert len(trained) == 2 and 0 not in trained
+    assert [group[0].group_index for group in data.returned] == sorted({0, 1, 2, 3} - trained)
+    assert batch.metrics["rollout/groups_returned"] == 2
 
 
 @pytest.mark.timeout(20)
@@ -149,7 +216,7 @@ async def test_a_reward_that_never_ends_does_not_delay_the_batch(tmp_path):
     config = make_config(tmp_path, custom_rm_path="rollout_hooks.sleepy_for_z", over_sampling_batch_size=4)
     batch = await rollout(scripted_context(config, echo), Prompts(["z", "a", "z", "b"], 4))
     assert sorted({s.group_index for s in batch.samples}) == [1, 3]
-    assert batch.metrics["rollout/groups_cancelled"] == 2
+    assert batch.metrics["rollout/groups_returned"] == 2
 
 
 def test_figures_of_each_data_set_that_samples_name():
@@ -172,8 +239,8 @@ def test_reward_spread_compares_exactly():
     def group(*rewards: float) -> list[Sample]:
         return [Sample(prompt="", reward=reward) for reward in rewards]
 
-    assert not keep_groups_with_reward_spread(Config(), group(0.1, 0.1))
-    assert keep_groups_with_reward_spread(Config(), group(0.1, 0.1 + 1e-15))
+    assert not check_reward_nonzero_std(Config(), group(0.1, 0.1))
+    assert check_reward_nonzero_std(Config(), group(0.1, 0.1 + 1e-15))
 
 
 async def test_samples_are_dumped_with_text_tokens_and_reward(tmp_path):

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
-from tool_helpers import SPECIAL, TEMPLATE, TOOLS, encode, tokenizer
+from tokenizers import AddedToken, Tokenizer, models
+from tool_helpers import SPECIAL, TEMPLATE, TOOLS, ScriptedEngine, encode, tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from slime_retool.errors import ConfigError
-from slime_retool.tool_use import QwenFormat, check_template
+from slime_retool.tool_use import (
+    LoopBudgets,
+    QwenFormat,
+    Tool,
+    ToolRegistry,
+    ToolResult,
+    check_template,
+    run_tool_loop,
+)
 from slime_retool.tool_use.codec import TextCodec
+from slime_retool.types import Sample, SampleStatus
 
 QUESTION = [{"role": "user", "content": "What is 6 * 7?"}]
 LONG = "\n".join(f"row {i}" for i in range(500)) + "\nTOTAL 42"
@@ -34,38 +45,64 @@ def assistant(content: str, *codes: str) -> dict:
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def turn_ids(before: list[dict], message: dict) -> list[int]:
-    """What a model would generate for `message`: up to and with the end token, without the newline behind it."""
-    ids = whole([*before, message], False)[len(whole(before, True)) :]
-    assert ids[-1] == encode("\n")[0]
-    return ids[:-1]
+def turns(messages: list[dict]) -> list[list[int]]:
+    """What a model has generated when its conversation is `messages`: each assistant turn through its end token."""
+    text = tokenizer().apply_chat_template(messages, tools=TOOLS, tokenize=False)
+    return [
+        encode(part.partition("<|im_end|>")[0] + "<|im_end|>") for part in text.split("<|im_start|>assistant\n")[1:]
+    ]
 
 
-@pytest.mark.parametrize("results", [["42"], ["42", "a\nb", "∑ 😀"]])
-def test_two_rounds_equal_the_templates_own_rendering(results: list[str]) -> None:
-    first = assistant("Let me see.", *(["print(1)"] * len(results)))
-    after_first = [*QUESTION, first, *({"role": "tool", "content": text} for text in results)]
-    second = assistant("", "print(2)")
-    qwen_format = qwen()
-    ids = qwen_format.prompt_ids(QUESTION)
-    turn = turn_ids(QUESTION, first)
-    ids = ids + turn + qwen_format.observation_ids(results, qwen_format.read_turn(turn))
-    assert ids == whole(after_first, True)
-    turn = turn_ids(after_first, second)
-    ids = ids + turn + qwen_format.observation_ids(["4"], qwen_format.read_turn(turn))
-    assert ids == whole([*after_first, second, {"role": "tool", "content": "4"}], True)
+def tool(*texts: str) -> list[dict]:
+    return [{"role": "tool", "content": text} for text in texts]
 
 
-def test_reasoning_that_the_template_drops_later_stays_in_the_sample() -> None:
-    thinking = assistant("<think>hm</think>Let me see.", "print(1)")
-    qwen_format = qwen()
-    prompt = qwen_format.prompt_ids(QUESTION)
-    turn = turn_ids(QUESTION, thinking)
-    observation = qwen_format.observation_ids(["1"], qwen_format.read_turn(turn))
-    rendered = whole([*QUESTION, thinking, {"role": "tool", "content": "1"}], True)
-    assert "<think>hm" not in tokenizer().decode(rendered)  # the template is not append-only
-    assert rendered[-len(observation) :] == observation
-    assert "<think>hm" in tokenizer().decode(prompt + turn + observation)
+def looped(messages: list[dict]) -> list[int]:
+    """The ids that the tool loop makes of a conversation that begins with its first question."""
+    question = 1 + next(i for i, message in enumerate(messages) if message["role"] == "user")
+    results = iter([message["content"] for message in messages if message["role"] == "tool"])
+
+    async def interpreter(arguments: dict) -> ToolResult:
+        text = next(results)
+        return ToolResult(text, is_error=text.startswith("Error"))
+
+    sample = Sample(messages[:question])
+    registry = ToolRegistry([Tool("code_interpreter", "", {}, interpreter)])
+    engine = ScriptedEngine([(ids, "stop") for ids in turns(messages)])
+    asyncio.run(run_tool_loop(engine, qwen(), registry, sample, {}, LoopBudgets(max_response_tokens=100_000)))
+    assert sample.status is SampleStatus.COMPLETED
+    return sample.tokens
+
+
+SYSTEM = [{"role": "system", "content": "You are careful.\n"}]
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.mark.parametrize("before", [[], SYSTEM], ids=["", "system message"])
+@pytest.mark.parametrize("thought", ["", THOUGHT], ids=["", "reasoning"])
+@pytest.mark.parametrize(
+    "rounds",
+    [[["42"]], [["42"], ["a\nb"]], [["42", "a\nb", "  ∑ 😀"], ["Error: division by zero"], ["4", "5"]]],
+    ids=["one call", "two turns", "parallel calls"],
+)
+def test_a_conversation_has_the_ids_of_the_templates_own_rendering(
+    rounds: list[list[str]], thought: str, before: list[dict]
+) -> None:
+    messages = [*before, *QUESTION]
+    for number, results in enumerate(rounds):
+        text = thought + ("" if number == 1 else "Let me see.")
+        messages += [assistant(text, *(f'print("{k}")' for k in range(len(results)))), *tool(*results)]
+    messages += [{"role": "assistant", "content": thought + "It is \\boxed{42}."}]
+    assert [*looped(messages), *encode("\n")] == whole(messages, False)
+
+
+def test_what_the_template_drops_later_stays_in_the_sample() -> None:
+    messages = [*QUESTION, assistant("Let me see.", "print(1)"), *tool("1")]
+    rendered, prompt = whole(messages, True), qwen().prompt_ids(QUESTION)
+    no_thought = encode("<think>\n\n</think>\n\n")  # the template writes it into a last turn only
+    turn = no_thought + turns(messages)[0]
+    observation = qwen().observation_ids(["1"], qwen().read_turn(turn))
+    assert prompt + turn + observation == prompt + no_thought + rendered[len(prompt) :]
 
 
 def test_a_turn_without_the_end_token_is_closed_by_the_observation() -> None:
@@ -151,6 +188,17 @@ structure = st.lists(st.sampled_from([*SPECIAL, "ab", "a", "b", "\n", " ", "user
 def test_text_between_special_tokens_is_encoded_as_in_the_whole(fragments: list[str]) -> None:
     text = "".join(fragments)
     assert TextCodec(tokenizer()).encode(text) == encode(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 260), max_size=40))
+def test_ids_are_decoded_as_the_tokenizer_does(ids: list[int]) -> None:
+    assert TextCodec(tokenizer()).decode(ids) == tokenizer().backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_tokenizer_that_is_not_byte_level_decodes_by_itself() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    assert TextCodec(PreTrainedTokenizerFast(tokenizer_object=words)).decode([0, 1]) == "a b"
 
 
 def test_a_tokenizer_whose_special_tokens_take_their_surroundings_is_left_to_itself() -> None:

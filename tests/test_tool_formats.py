@@ -173,7 +173,7 @@ def test_what_the_format_cannot_express_is_refused() -> None:
         with pytest.raises(ConfigError, match="one tool with one required argument"):
             make_format("retool", tokenizer(), tools)
     with pytest.raises(ConfigError, match="drops the system message"):
-        silent = TEMPLATE.replace("message.role + '\n' + content", "message.role + (content if loop.last else '')")
+        silent = TEMPLATE.replace("+ system + '<|im_end|>", "+ '<|im_end|>")
         assert silent != TEMPLATE
         make_format("retool", tokenizer(silent), TOOLS)
     with pytest.raises(ConfigError, match="qwen, retool, got 'xml'"):

@@ -1,4 +1,8 @@
-"""A byte-level tokenizer with a Qwen-like chat template, and an engine that follows a script."""
+"""A byte-level tokenizer with a chat template that behaves as Qwen3's, and an engine that follows a script.
+
+The template puts the tools into the system message, joins neighbouring tool replies into one user turn, keeps reasoning
+only behind the last question, and writes an empty one into a last turn without any.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +19,43 @@ from slime_retool.rollout.context import Completion
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = """
+{%- set system = messages[0].content if messages[0].role == 'system' else none -%}
 {%- if tools -%}
-<|im_start|>system
-# Tools
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif -%}
+{{ '<|im_start|>system\n' + (system + '\n\n' if system is not none else '') + '# Tools\n<tools>' }}
+{%- for tool in tools -%}{{ '\n' }}{{ tool | tojson }}{%- endfor -%}
+{{ '\n</tools>\nCall: <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n' }}
+{%- elif system is not none -%}
+{{ '<|im_start|>system\n' + system + '<|im_end|>\n' }}
+{%- endif -%}
+{%- set asked = namespace(last=messages | length - 1) -%}
+{%- for message in messages -%}
+{%- set text = message.content -%}
+{%- set forged = text.startswith('<tool_response>') and text.endswith('</tool_response>') -%}
+{%- if message.role == 'user' and not forged -%}{%- set asked.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {%- if message.role == 'tool' -%}
 {%- if loop.first or loop.previtem.role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}
 {{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
 {%- if loop.last or loop.nextitem.role != 'tool' -%}{{ '<|im_end|>\n' }}{%- endif -%}
-{%- else -%}
-{%- set content = message.content.split('</think>')[-1] if not loop.last else message.content -%}
-{{ '<|im_start|>' + message.role + '\n' + content }}
+{%- elif message.role == 'assistant' -%}
+{%- set parts = message.content.split('</think>') -%}
+{%- set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' -%}
+{%- set content = parts[-1].lstrip('\n') if parts | length > 1 else message.content -%}
+{%- set thinks = loop.index0 > asked.last and (loop.last or thought) -%}
+{{ '<|im_start|>assistant\n' }}
+{%- if thinks -%}{{ '<think>\n' + thought + '\n</think>\n\n' }}{%- endif -%}
+{{ content.lstrip('\n') if thinks else content }}
 {%- for call in message.tool_calls or [] -%}
-{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}
-{{- '}\n</tool_call>' }}
+{{ '\n' if content or not loop.first else '' }}
+{%- set function = call.function or call -%}
+{{ '<tool_call>\n{"name": "' + function.name + '", "arguments": ' }}
+{{- function.arguments if function.arguments is string else function.arguments | tojson -}}
+{{ '}\n</tool_call>' }}
 {%- endfor -%}
 {{ '<|im_end|>\n' }}
+{%- elif not (loop.first and system is not none) -%}
+{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}

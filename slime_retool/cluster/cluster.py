@@ -193,9 +193,9 @@ class Cluster:
         )
         return metrics[0] | metrics[-1]
 
-    def log_probs(self, samples: list[TrainSample]) -> list[float]:
-        """The actor's log-prob of every learned token of the samples, laid end to end; others 0."""
-        shared = ray.put(samples)
+    def log_probs(self, samples: Sequence[TrainSample]) -> list[float]:
+        """Log-prob of every learned token, one sample after the other; 0 for the others."""
+        shared = ray.put(list(samples))
         return _get([actor.log_probs.remote(shared) for actor in self._trainers])[0]
 
     def weight_checksums(self) -> dict[str, str]:

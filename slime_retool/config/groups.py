@@ -127,7 +127,9 @@ class RolloutArgs:
         None, help="Prompts in flight at once when groups may be dropped; at least --rollout-batch-size."
     )
     dynamic_sampling_filter_path: str | None = flag(
-        None, help="Function (args, group) -> bool that keeps a group of samples; dropped groups are replaced."
+        None,
+        help="Function (args, group) -> bool that keeps a group of samples; dropped groups are replaced. DAPO's is "
+        "slime_retool.rollout.filters.check_reward_nonzero_std.",
     )
     max_sampling_rounds: int = flag(
         20, help="With a filter: stop with a clear error after drawing this many times --rollout-batch-size prompts."
@@ -157,6 +159,13 @@ class RolloutArgs:
         0.0, help="ReTool's reward_func: taken off the score of a response that is not well-formed."
     )
     reward_key: str | None = flag(None, help="Entry of a reward dict that is trained on (default score).")
+    overlong_filtering: bool = flag(
+        False, help="Learn nothing from truncated responses (DAPO); they still count in their group's baseline."
+    )
+    overlong_buffer_len: int | None = flag(
+        None, help="Soft overlong punishment (DAPO): the reward falls over the last this many tokens of a response."
+    )
+    overlong_penalty_factor: float = flag(1.0, help="The most that --overlong-buffer-len takes off a reward.")
     rollout_max_response_len: int = flag(1024, help="Tokens of one response, observations included.")
     rollout_max_context_len: int | None = flag(None, help="Tokens of prompt and response together.")
     rollout_temperature: float = flag(1.0, help="Sampling temperature; must be above 0.")
@@ -350,7 +359,9 @@ class BatchArgs:
     global_batch_size: int | None = flag(None, help="Samples per optimizer step (default: all of a rollout, one step).")
     micro_batch_size: int = flag(1, help="Samples packed into one forward without --use-dynamic-batch-size.")
     use_dynamic_batch_size: bool = flag(False, help="Pack samples up to --max-tokens-per-gpu.")
-    max_tokens_per_gpu: int | None = flag(None, help="Tokens of one packed micro-batch.")
+    max_tokens_per_gpu: int | None = flag(
+        None, help="Tokens of one packed micro-batch on one GPU (under context parallelism, of its part)."
+    )
 
 
 @dataclass

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.lora_spec import TARGET_MODULES
-from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, nearest_divisor, required
+from megatron_bridge.model_config import ModelArgs, nearest_divisor, required
 from slime_retool.config.config import Config
 from slime_retool.config.groups import CriticArgs, LoraArgs
+from slime_retool.config.parallel import check_parallel, check_world_size
 from slime_retool.data.readers import split_slice
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
@@ -32,7 +33,7 @@ def validate(config: Config) -> None:
         ConfigError: at the first rule that is broken.
     """
     _check_model(config)
-    _check_parallel(config)
+    check_parallel(config)
     _check_data(config)
     _check_batches(config)
     _check_algorithm(config)
@@ -95,46 +96,6 @@ def _check_model(config: Config) -> None:
         raise ConfigError(str(error)) from error
     if config.max_position_embeddings is None:
         config.max_position_embeddings = hf.get("max_position_embeddings")
-
-
-def _check_parallel(config: Config) -> None:
-    tp, pp, cp = (
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        config.context_parallel_size,
-    )
-    for flag, value in (
-        ("--actor-num-nodes", config.actor_num_nodes),
-        ("--actor-num-gpus-per-node", config.actor_num_gpus_per_node),
-        ("--tensor-model-parallel-size", tp),
-        ("--pipeline-model-parallel-size", pp),
-        ("--context-parallel-size", cp),
-    ):
-        _require(value >= 1, f"{flag} must be at least 1, got {value}")
-    _require(cp == 1, f"--context-parallel-size must be 1 in this version, got {cp}")
-    for flag, value in (
-        ("--expert-model-parallel-size", config.expert_model_parallel_size),
-        ("--expert-tensor-parallel-size", config.expert_tensor_parallel_size),
-    ):
-        _require(value == 1, f"{flag} must be 1: the supported model families have no experts, got {value}")
-    world = config.world_size
-    if world % (tp * pp):
-        nearest = nearest_divisor(world, tp * pp)
-        raise ConfigError(
-            f"tensor x pipeline parallel size {tp} x {pp} = {tp * pp} does not divide the {world} training processes "
-            f"({config.actor_num_nodes} nodes x {config.actor_num_gpus_per_node}); the nearest product that does is "
-            f"{nearest}"
-        )
-    try:
-        check_tensor_parallel(config, tp)
-        check_pipeline(
-            required(config, "num_layers"),
-            pp,
-            first=config.decoder_first_pipeline_num_layers,
-            last=config.decoder_last_pipeline_num_layers,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _check_data(config: Config) -> None:
@@ -258,6 +219,7 @@ def _check_algorithm(config: Config) -> None:
         not (config.debug_train_only and config.debug_rollout_only),
         "--debug-train-only and --debug-rollout-only exclude each other",
     )
+    _check_overlong(config)
     _require(
         config.rollout_temperature > 0,
         f"--rollout-temperature must be above 0 (the trainer divides logits by it), got {config.rollout_temperature}",
@@ -401,6 +363,24 @@ def _check_critic(config: Config) -> None:
         f"the critic's {world} processes (--critic-num-nodes x --critic-num-gpus-per-node) must be a multiple of "
         f"tensor x pipeline x context parallel size {size}; use {max(1, round(world / size)) * size}",
     )
+    check_world_size(config, world, f"{world} processes of the critic")
+
+
+def _check_overlong(config: Config) -> None:
+    buffer, limit, factor = config.overlong_buffer_len, config.rollout_max_response_len, config.overlong_penalty_factor
+    _require(
+        buffer is None or 1 <= buffer <= limit,
+        f"--overlong-buffer-len must be between 1 and --rollout-max-response-len {limit}, got {buffer}",
+    )
+    _require(factor > 0, f"--overlong-penalty-factor must be above 0, got {factor}")
+    _require(
+        factor == 1 or buffer is not None,
+        f"--overlong-penalty-factor {factor} has no effect without --overlong-buffer-len; add it or drop the factor",
+    )
+    _require(
+        config.loss_type != "sft_loss" or not (config.overlong_filtering or buffer),
+        "--overlong-filtering and --overlong-buffer-len are of generated responses; drop them for --loss-type sft_loss",
+    )
 
 
 def _check_checkpoints(config: Config) -> None:
@@ -446,6 +426,11 @@ def _check_lora(config: Config) -> None:
     unknown = [target for target in targets if target not in TARGET_MODULES]
     _require(not unknown, f"--lora-target-modules takes {known}, got {' '.join(unknown)}")
     _require(bool(targets), f"--lora-target-modules needs at least one of {known}")
+    mlp = [target for target in targets if target.startswith("linear_fc")]
+    _require(
+        config.num_experts is None or not mlp,
+        f"--lora-target-modules {' '.join(mlp)}: experts take no adapters; use linear_qkv linear_proj",
+    )
     _require(len(set(targets)) == len(targets), f"--lora-target-modules names one twice: {' '.join(targets)}")
     _require(
         config.ref_load is not None or config.debug_rollout_only,

@@ -26,7 +26,7 @@ class PromptDataSource:
 
     Every data set is visited whole in each of its epochs, in an order that depends on (rollout_seed, epoch) alone, and
     which data set comes next depends on how much of each was used (`mixture.next_of_mixture`). So a resumed run goes on
-    exactly where it stopped.
+    exactly where it stopped. Rows whose group was returned unused come again first.
 
     Raises ConfigError or DataError for a file that cannot be used, DataError when the length filter leaves nothing.
     """
@@ -41,6 +41,10 @@ class PromptDataSource:
             each.weight or float(stream.num_rows) for each, stream in zip(sets, self._streams, strict=True)
         ]
         self.num_dropped = sum(stream.num_dropped for stream in self._streams)
+        self._rows = [row for stream in self._streams for row in stream.rows]
+        for number, row in enumerate(self._rows):
+            row.row = number
+        self._returned: list[int] = []
         self._next_index = self._next_group = 0
 
     @property
@@ -52,12 +56,17 @@ class PromptDataSource:
         """The next `count` rows, each as n_samples_per_prompt fresh samples; goes on into the next epoch."""
         return [self._next_group_of_samples() for _ in range(count)]
 
+    def return_groups(self, groups: list[list[Sample]]) -> None:
+        """Draw these groups' rows again, in this order, as fresh samples before any other."""
+        self._returned += [group[0].row for group in groups]
+
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is only valid with."""
         return {
             "positions": [[stream.epoch, stream.offset] for stream in self._streams],
             "next_index": self._next_index,
             "next_group_index": self._next_group,
+            "returned_rows": list(self._returned),
             **self._fingerprint(),
         }
 
@@ -70,6 +79,7 @@ class PromptDataSource:
                     f"the same --prompt-data, --rollout-max-prompt-len, --rollout-seed and --rollout-shuffle"
                 )
         self._next_index, self._next_group = state["next_index"], state["next_group_index"]
+        self._returned = list(state["returned_rows"])
         for stream, (epoch, offset) in zip(self._streams, state["positions"], strict=True):
             stream.move_to(epoch, offset)
 
@@ -83,11 +93,17 @@ class PromptDataSource:
         }
 
     def _next_group_of_samples(self) -> list[Sample]:
-        row = self._streams[next_of_mixture([s.num_drawn for s in self._streams], self._weights)].next_row()
+        row = self._next_row()
         group = [copy_sample(row, self._next_index + i, self._next_group) for i in range(self._copies)]
         self._next_index += self._copies
         self._next_group += 1
         return group
+
+    def _next_row(self) -> Sample:
+        if self._returned:
+            return self._rows[self._returned.pop(0)]
+        drawn = [stream.num_drawn for stream in self._streams]
+        return self._streams[next_of_mixture(drawn, self._weights)].next_row()
 
 
 class _Stream:
@@ -95,12 +111,12 @@ class _Stream:
 
     def __init__(self, data: DataSet, config: Config, tokenizer: Any, *, with_source: bool) -> None:
         self.name, self.shuffle, self.seed = data.name, config.rollout_shuffle, config.rollout_seed
-        self._rows = samples_from_file(data.file, config)
-        before, limit = len(self._rows), config.rollout_max_prompt_len
+        self.rows = samples_from_file(data.file, config)
+        before, limit = len(self.rows), config.rollout_max_prompt_len
         if limit is not None:
-            self._rows = [sample for sample in self._rows if _prompt_length(tokenizer, sample) <= limit]
-        self.num_dropped = before - len(self._rows)
-        if not self._rows:
+            self.rows = [sample for sample in self.rows if _prompt_length(tokenizer, sample) <= limit]
+        self.num_dropped = before - len(self.rows)
+        if not self.rows:
             raise DataError(
                 f"{data.file}: all {before} prompts have more than --rollout-max-prompt-len {limit} tokens; raise it"
             )
@@ -110,29 +126,29 @@ class _Stream:
                 data.file, self.num_dropped, before, limit,
             )  # fmt: skip
         if with_source or data.is_named:
-            for sample in self._rows:
+            for sample in self.rows:
                 sample.source = data.name
         self.move_to(0, 0)
 
     @property
     def num_rows(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     @property
     def num_drawn(self) -> int:
-        return self.epoch * len(self._rows) + self.offset
+        return self.epoch * len(self.rows) + self.offset
 
     def move_to(self, epoch: int, offset: int) -> None:
         self.epoch, self.offset = epoch, offset
-        self._order = list(range(len(self._rows)))
+        self._order = list(range(len(self.rows)))
         if self.shuffle:
             random.Random(f"{self.seed}-{epoch}").shuffle(self._order)
 
     def next_row(self) -> Sample:
-        if self.offset == len(self._rows):
+        if self.offset == len(self.rows):
             self.move_to(self.epoch + 1, 0)
         self.offset += 1
-        return self._rows[self._order[self.offset - 1]]
+        return self.rows[self._order[self.offset - 1]]
 
 
 def samples_from_file(
@@ -194,6 +210,7 @@ def copy_sample(sample: Sample, index: int, group_index: int) -> Sample:
         label=sample.label,
         index=index,
         group_index=group_index,
+        row=sample.row,
         source=sample.source,
         tools=copy.deepcopy(sample.tools),
         metadata=copy.deepcopy(sample.metadata),

@@ -1,4 +1,4 @@
-"""The sglang-router in front of the engines: one address, cache-aware placement."""
+"""The sglang-router in front of the engines: one address, and every sample stays with its engine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ STARTUP_TIMEOUT = 120.0
 class RouterProcess(Server):
     """A running router over `worker_urls`. Constructing it starts the process and waits until it is ready.
 
+    The policy `manual` sends all requests of a routing key (`rollout.engine_client` names the sample) to one engine, a
+    new key to the engine with the fewest requests: all turns of a sample find their prefix in the same cache.
+    `cache_aware` looks for the longest prefix instead. Where all prompts begin alike (a system message, tools) that
+    crowds one engine until the router evens out, and then a third of the samples change their engine half-way.
+
     A failed request is passed on to the client and never run a second time by the router: its own retries and its
     circuit breaker are off. `rollout.engine_client` retries, and counts.
     """
@@ -29,7 +34,7 @@ class RouterProcess(Server):
         config: Config,
         worker_urls: Sequence[str],
         *,
-        policy: Policy = "cache_aware",
+        policy: Policy = "manual",
         host: str = "127.0.0.1",
     ) -> None:
         """Raises ServerError, with the log's end, when the router does not become ready."""
@@ -39,7 +44,7 @@ class RouterProcess(Server):
             # The router panics when its metrics port is taken, so that one is chosen too.
             port, metrics_port = ports
             words = [sys.executable, router_main.__file__, "--worker-urls", *worker_urls]
-            words += ["--host", host, "--port", str(port), "--policy", policy]
+            words += ["--host", host, "--port", str(port), "--policy", policy, "--assignment-mode", "min_load"]
             words += ["--prometheus-host", host, "--prometheus-port", str(metrics_port), "--log-level", "warn"]
             words += ["--disable-retries", "--disable-circuit-breaker"]
             words += ["--request-timeout-secs", str(math.ceil(config.rollout_request_timeout) + 60)]

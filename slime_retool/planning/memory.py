@@ -9,6 +9,7 @@ https://arxiv.org/abs/2205.05198 for the method; the counts here are for gated M
                 q + k          rotated queries and keys
                 q              the output
     MLP         3 f            the gated product's inputs and its output
+    experts     k (3 e + 2 h)  instead, for k experts per token of width e: the same, and what goes to them and back
     softmax     2 * heads      log-sums, fp32
 
 With full recomputation only each chunk's input stays, and one chunk at a time is computed again.
@@ -21,7 +22,13 @@ from dataclasses import dataclass
 from megatron_bridge.model_config import ModelArgs, padded_vocab_size, query_groups, required
 from slime_retool.config import Config
 from slime_retool.planning.cards import Card
-from slime_retool.planning.parameters import adapter_parameters, stage_layers, stage_parameters, widths
+from slime_retool.planning.parameters import (
+    adapter_parameters,
+    all_expert_parameters,
+    stage_layers,
+    stage_parameters,
+    widths,
+)
 
 GIB = 2**30
 BF16, FP32 = 2, 4
@@ -66,10 +73,9 @@ class EngineMemory:
 
 def micro_batch_tokens(config: Config, mean_tokens: int) -> int:
     """Tokens of one micro-batch on one context-parallel rank."""
-    tokens = config.micro_batch_size * mean_tokens
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is not None:
-        tokens = config.max_tokens_per_gpu
-    return -(-tokens // config.context_parallel_size)
+        return config.max_tokens_per_gpu
+    return -(-config.micro_batch_size * mean_tokens // config.context_parallel_size)
 
 
 def layer_activation_bytes(model: ModelArgs, *, tp: int, sequence_parallel: bool) -> int:
@@ -78,7 +84,10 @@ def layer_activation_bytes(model: ModelArgs, *, tp: int, sequence_parallel: bool
     whole = 4 * w.hidden
     if sequence_parallel:
         whole //= tp
-    split = (w.queries + 2 * w.keys) + (w.queries + w.keys) + w.queries + 3 * w.ffn
+    mlp = 3 * w.ffn
+    if model.num_experts is not None:
+        mlp = required(model, "moe_router_topk") * (3 * required(model, "moe_ffn_hidden_size") + 2 * w.hidden)
+    split = (w.queries + 2 * w.keys) + (w.queries + w.keys) + w.queries + mlp
     return BF16 * (whole + split // tp) + 2 * FP32 * w.heads // tp
 
 
@@ -96,17 +105,21 @@ def trainer_memory(config: Config, mean_tokens: int) -> TrainerMemory:
 
 
 def _stage_memory(config: Config, mean_tokens: int, stage: int, layers: int, tp: int, pp: int) -> TrainerMemory:
-    parameters = stage_parameters(config, stage=stage, layers=layers, tp=tp, pp=pp)
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    parameters = stage_parameters(config, stage=stage, layers=layers, tp=tp, pp=pp, ep=ep, etp=etp)
+    experts = all_expert_parameters(config) * layers // required(config, "num_layers") // (ep * etp)
     bf16 = config.precision != "fp32"
     gradient = FP32 if config.accumulate_allreduce_grads_in_fp32 or not bf16 else BF16
     trained = parameters
     if config.lora is not None:
-        trained = layers * adapter_parameters(config, config.lora, tp)
+        trained, experts = layers * adapter_parameters(config, config.lora, tp), 0
         parameters += trained
     # Adam's two moments and, beside bf16 weights, the fp32 master copy.
-    state = trained * FP32 * (3 if bf16 else 2)
+    stated = trained
     if config.use_distributed_optimizer:
-        state //= config.data_parallel_size * config.context_parallel_size
+        stated = (trained - experts) // (config.data_parallel_size * config.context_parallel_size)
+        stated += experts // max(1, config.world_size // (ep * etp * pp))
+    state = stated * FP32 * (3 if bf16 else 2)
     tokens = micro_batch_tokens(config, mean_tokens)
     hidden = required(config, "hidden_size")
     return TrainerMemory(
@@ -150,7 +163,9 @@ def engine_memory(config: Config, card: Card) -> EngineMemory:
     """SGLang takes --sglang-mem-fraction-static of the card for weights and cache."""
     workers = config.rollout_num_gpus_per_engine
     fraction = config.sglang_mem_fraction_static or 0.85
-    weights = BF16 * stage_parameters(config, stage=0, layers=required(config, "num_layers"), tp=workers, pp=1)
+    weights = BF16 * stage_parameters(
+        config, stage=0, layers=required(config, "num_layers"), tp=workers, pp=1, etp=workers
+    )
     cache = max(0, int(card.memory_bytes * fraction) - weights)
     copies = max(1, workers // query_groups(config))  # fewer key heads than workers are copied
     tokens = cache * workers // copies // kv_bytes_per_token(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_bridge.lora_spec import LoraSpec
-from megatron_bridge.model_config import ModelArgs, head_dim, padded_vocab_size, query_groups, required
+from megatron_bridge.model_config import ModelArgs, head_dim, moe_layers, padded_vocab_size, query_groups, required
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,33 @@ def widths(model: ModelArgs) -> Widths:
     )
 
 
-def layer_parameters(model: ModelArgs, tp: int = 1) -> int:
-    """Of one layer, on one of `tp` tensor-parallel ranks."""
+def layer_parameters(model: ModelArgs, tp: int = 1, *, experts: int = 0, etp: int = 1) -> int:
+    """Of one layer, on one of `tp` tensor-parallel ranks; `experts` > 0 is a mixture of which so many are counted."""
     w = widths(model)
     attention = w.hidden * (2 * w.queries + 2 * w.keys)
     if model.add_qkv_bias:
         attention += w.queries + 2 * w.keys
     norms = 2 * w.hidden + (2 * head_dim(model) if model.qk_layernorm else 0)
-    return (attention + 3 * w.hidden * w.ffn) // tp + norms
+    if not experts:
+        return (attention + 3 * w.hidden * w.ffn) // tp + norms
+    router = required(model, "num_experts") * w.hidden
+    return attention // tp + norms + router + experts * expert_parameters(model) // etp
+
+
+def expert_parameters(model: ModelArgs) -> int:
+    """Of one expert of one layer."""
+    return 3 * required(model, "hidden_size") * required(model, "moe_ffn_hidden_size")
+
+
+def all_expert_parameters(model: ModelArgs) -> int:
+    """Of all experts of all layers."""
+    layers = sum(moe_layers(model))
+    return layers * required(model, "num_experts") * expert_parameters(model) if layers else 0
+
+
+def _layers_parameters(model: ModelArgs, experts: int) -> int:
+    """Of all layers, with so many experts counted where a layer has any."""
+    return sum(layer_parameters(model, experts=experts if mixture else 0) for mixture in moe_layers(model))
 
 
 def adapter_parameters(model: ModelArgs, lora: LoraSpec, tp: int = 1) -> int:
@@ -56,13 +75,13 @@ def total_parameters(model: ModelArgs) -> int:
     """Of the checkpoint: without vocabulary padding, a tied output layer counted once."""
     matrices = 2 if model.untie_embeddings_and_output_weights else 1
     vocabulary = matrices * required(model, "vocab_size") * required(model, "hidden_size")
-    return required(model, "num_layers") * layer_parameters(model) + vocabulary + required(model, "hidden_size")
+    return _layers_parameters(model, model.num_experts or 0) + vocabulary + required(model, "hidden_size")
 
 
 def active_matmul_parameters(model: ModelArgs) -> int:
-    """Parameters that a token is multiplied with: all layers and the output layer, not the embedding lookup."""
+    """Parameters that a token is multiplied with: all layers (of experts, those it is sent to) and the output layer."""
     output = required(model, "vocab_size") * required(model, "hidden_size")
-    return required(model, "num_layers") * layer_parameters(model) + output
+    return _layers_parameters(model, model.moe_router_topk or 0) + output
 
 
 def stage_layers(num_layers: int, pp: int, first: int | None = None, last: int | None = None) -> list[int]:
@@ -73,10 +92,12 @@ def stage_layers(num_layers: int, pp: int, first: int | None = None, last: int |
     return [given.get(index, share) for index in range(pp)]
 
 
-def stage_parameters(model: ModelArgs, *, stage: int, layers: int, tp: int, pp: int) -> int:
-    """On one rank of a pipeline stage."""
+def stage_parameters(model: ModelArgs, *, stage: int, layers: int, tp: int, pp: int, ep: int = 1, etp: int = 1) -> int:
+    """On one rank of a pipeline stage. Where only some layers have experts, stages count as having the mean share."""
     matrix = padded_vocab_size(model, tp) // tp * required(model, "hidden_size")
-    count = layers * layer_parameters(model, tp)
+    mixtures = round(layers * sum(moe_layers(model)) / required(model, "num_layers"))
+    count = (layers - mixtures) * layer_parameters(model, tp)
+    count += mixtures * layer_parameters(model, tp, experts=(model.num_experts or 0) // ep, etp=etp)
     if stage == 0:
         count += matrix
     if stage == pp - 1:

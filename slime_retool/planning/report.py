@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_bridge.model_config import check_pipeline, check_tensor_parallel, required
+from megatron_bridge.model_config import check_expert_parallel, check_pipeline, check_tensor_parallel, required
 from slime_retool.config import Config
 from slime_retool.planning.cards import Card
 from slime_retool.planning.memory import GIB, EngineMemory, TrainerMemory, engine_memory, micro_batches, trainer_memory
@@ -54,6 +54,7 @@ class Change:
 def make_plan(config: Config, card: Card, *, mean_prompt: int, mean_response: int) -> Plan:
     """Raises ValueError for a layout that cannot be built."""
     check_tensor_parallel(config, config.tensor_model_parallel_size)
+    check_expert_parallel(config, config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     check_pipeline(
         required(config, "num_layers"),
         config.pipeline_model_parallel_size,

@@ -20,7 +20,7 @@ from megatron_bridge.model_config import ModelArgs, required
 from slime_retool.config import Config
 from slime_retool.planning.cards import Card
 from slime_retool.planning.memory import BF16, FP32, engine_memory, kv_bytes_per_token, micro_batches
-from slime_retool.planning.parameters import active_matmul_parameters, total_parameters, widths
+from slime_retool.planning.parameters import active_matmul_parameters, all_expert_parameters, total_parameters, widths
 
 EFFICIENCY, EFFICIENCY_WIDTH = 0.69, 750.0
 BANDWIDTH_SHARE = 0.8
@@ -91,7 +91,9 @@ def _forward_seconds(config: Config, card: Card, tokens: float, mean: float) -> 
 
 def _optimizer_seconds(config: Config, card: Card) -> float:
     """Reduce gradients, update, gather weights."""
-    parameters = total_parameters(config) / (config.tensor_model_parallel_size * config.pipeline_model_parallel_size)
+    pp, experts = config.pipeline_model_parallel_size, all_expert_parameters(config)
+    parameters = (total_parameters(config) - experts) / (config.tensor_model_parallel_size * pp)
+    parameters += experts / (config.expert_model_parallel_size * config.expert_tensor_parallel_size * pp)
     replicas = config.data_parallel_size * config.context_parallel_size
     link = card.nvlink if config.actor_num_nodes == 1 else card.network
     moved = parameters * (FP32 + BF16) * (replicas - 1) / replicas / (link * LINK_SHARE)

@@ -1,9 +1,9 @@
-"""Reward shaping that encourages tool use while answers are still wrong.
+"""Reward shaping: tool use while answers are still wrong, and answers near the length limit.
 
-The published ReTool recipes add, to wrong answers only, (n - 2) / 2 * 0.1 and cap the sum at -0.6. They differ in n:
-verl's counts the messages of the conversation, slime's the tool calls, so that there a failure without any call
-scores -1.1. Here n is always 2 for question and answer, and 2 more for every unit of tool use; `--shape-tool-use` says
-what a unit is. A failure scores -1.0 without tools, -0.9 with one unit, and -0.6 from four units on.
+Tool use: the published ReTool recipes add, to wrong answers only, (n - 2) / 2 * 0.1 and cap the sum at -0.6. They
+differ in n: verl's counts the messages of the conversation, slime's the tool calls, so that there a failure without any
+call scores -1.1. Here n is always 2 for question and answer, and 2 more for every unit of tool use; `--shape-tool-use`
+says what a unit is. A failure scores -1.0 without tools, -0.9 with one unit, and -0.6 from four units on.
 """
 
 from __future__ import annotations
@@ -33,3 +33,12 @@ def shape_tool_use(score: float, num_messages: int, *, cap: float = -0.6) -> flo
     if score >= 0:
         return score
     return min(cap, score + (num_messages - 2) / 2 * 0.1)
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, eq. 13), between -1 and 0.
+
+    `length` tokens of the response, of at most `max_length`; the punishment grows linearly over the last `buffer` of
+    them and is -1 at and beyond the limit.
+    """
+    return -min(max(length - (max_length - buffer), 0) / buffer, 1.0)

@@ -20,8 +20,7 @@ from slime_retool.rollout.context import Completion
 BACKOFF_SECONDS = 0.5
 BACKOFF_LIMIT_SECONDS = 10.0
 ROUTING_HEADER = "X-SMG-Routing-Key"
-"""Names the sample to sglang-router, whose `manual` policy then keeps its turns on one engine; `cache_aware` (the
-default) finds that engine by the prompt's prefix and ignores it."""
+"""Names the sample to sglang-router, whose `manual` policy then keeps its turns on one engine."""
 
 
 @dataclass(slots=True)

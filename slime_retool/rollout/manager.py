@@ -18,6 +18,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
 from slime_retool.rollout import evaluate as evaluation
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
+from slime_retool.rollout.collector import settle_garbage_collector
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.engine_client import EngineStats, RouterClient
 from slime_retool.rollout.held_out import held_out_samples
@@ -69,6 +70,7 @@ class RolloutManager:
     def connect(self, router_url: str) -> None:
         """Generate through this router from now on."""
         self._call(self._connect(router_url))
+        settle_garbage_collector()
 
     def connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
         """Evaluate a model behind a chat API instead."""

@@ -7,7 +7,8 @@ For each prompt n samples run at once (generate, then reward). A finished group 
   prompt takes its place.
 
 With `--over-sampling-batch-size` more groups run than are needed; as soon as enough are kept, the rest is cancelled:
-one slow reward or one endless answer never delays training. That favours groups that finish early.
+one slow reward or one endless answer never delays training. That favours groups that finish early, so the prompts of
+the others go back to the data source, which draws them first in the next rollout.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from tqdm import tqdm
 
@@ -28,6 +30,7 @@ from slime_retool.rollout.context import DataSource, RolloutContext
 from slime_retool.rollout.dump import dump_samples
 from slime_retool.rollout.figures import sample_figures, source_figures
 from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample
+from slime_retool.rollout.overlong import mask_overlong, shaped_reward
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.rollout.teacher import add_teacher_log_probs
 from slime_retool.types import RolloutBatch, Sample, TrainSample
@@ -51,7 +54,7 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     await sampling.run()
     kept = sorted(sampling.kept, key=lambda group: group[0].group_index)
     trained = [
-        TrainSample.from_sample(sample, reward=sample.reward_value(config.reward_key))
+        mask_overlong(config, sample, TrainSample.from_sample(sample, reward=shaped_reward(config, sample)))
         for group in kept
         for sample in _usable(group)
     ]
@@ -65,9 +68,13 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         | {
             "train_samples": float(len(trained)),
             "groups_kept": float(len(kept)),
-            "groups_dropped": float(sampling.num_filtered),
+            "groups_dropped": float(len(sampling.filtered)),
+            "groups_all_wrong": float(sum(map(sampling.all_wrong, sampling.filtered))),
+            "groups_all_right": float(sum(map(sampling.all_right, sampling.filtered))),
             "groups_failed": float(sampling.num_failed),
-            "groups_cancelled": float(sampling.num_cancelled),
+            "groups_returned": float(sampling.num_returned),
+            "overlong_masked": float(sum(train.num_loss_tokens == 0 for train in trained)),
+            "trained_reward_mean": fmean(train.reward for train in trained),
             "seconds": seconds,
             "tokens_per_second": sum(sum(sample.loss_mask) for sample in finished) / max(seconds, 1e-9),
         }
@@ -94,10 +101,13 @@ class _Sampling:
     kept: list[Group] = field(default_factory=list)
     finished: list[Group] = field(default_factory=list)
     """Every group that ended by itself, kept or not."""
+    filtered: list[Group] = field(default_factory=list)
+    """The usable samples of groups that the filter dropped."""
+    surplus: list[Group] = field(default_factory=list)
+    """Good groups that ended together with the last one needed."""
     num_drawn: int = 0
-    num_filtered: int = 0
     num_failed: int = 0
-    num_cancelled: int = 0
+    num_returned: int = 0
     last_error: str = ""
 
     async def run(self) -> None:
@@ -111,6 +121,7 @@ class _Sampling:
         self._filter: FilterFn | None = None
         if config.dynamic_sampling_filter_path is not None:
             self._filter = load_function(config.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
+        self._started: dict[str, Group] = {}
         running: set[asyncio.Task[Group]] = set()
         done: set[asyncio.Task[Group]] = set()
         bar = tqdm(
@@ -127,7 +138,10 @@ class _Sampling:
                 for task in sorted(done, key=lambda task: task.get_name()):
                     self._judge(task.result())
                 bar.update(len(self.kept) - bar.n)
-            self.num_cancelled = len(running)
+            unused = [self._started[task.get_name()] for task in running] + self.surplus
+            unused.sort(key=lambda group: group[0].group_index)
+            self.data.return_groups(unused)
+            self.num_returned = len(unused)
         finally:
             bar.close()
             await cancel([*running, *done])
@@ -143,8 +157,9 @@ class _Sampling:
         if count < 1:
             return set()
         self.num_drawn += count
-        groups = self.data.next_groups(count)
-        return {asyncio.create_task(self._run(group), name=f"group {group[0].group_index:012d}") for group in groups}
+        groups = {f"group {group[0].group_index:012d}": group for group in self.data.next_groups(count)}
+        self._started |= groups
+        return {asyncio.create_task(self._run(group), name=name) for name, group in groups.items()}
 
     async def _run(self, group: Group) -> Group:
         return await run_all(run_sample(self.context.config, self._hooks, s, self._params) for s in group)
@@ -157,9 +172,11 @@ class _Sampling:
             self.num_failed += 1
             self.last_error = next((sample.error for sample in group if sample.error), self.last_error)
         elif self._filter is not None and not self._filter(self.context.config, usable):
-            self.num_filtered += 1
+            self.filtered.append(usable)
         elif len(self.kept) < self._target:
             self.kept.append(group)
+        else:
+            self.surplus.append(group)
         if self.num_failed == len(self.finished) >= self._target:
             raise RolloutError(
                 f"rollout {self.rollout_id}: none of {self.num_failed} groups could be generated and scored; the last "
@@ -175,14 +192,37 @@ class _Sampling:
             f"x --rollout-batch-size {self._target}) gave only {len(self.kept)} groups to train on, "
             f"{self._target} are needed. "
         )
-        if self.num_filtered:
-            rewards = [s.reward_value(config.reward_key) for group in self.finished for s in _usable(group)]
-            mean = sum(rewards) / len(rewards)
-            text += (
-                f"{self.num_filtered} were dropped by {config.dynamic_sampling_filter_path}, the mean reward is "
-                f"{mean:.3g}: the prompts are too hard or too easy for this model (or the reward cannot tell answers "
-                f"apart); choose others, raise --n-samples-per-prompt, or train longer with SFT. "
-            )
+        if self.filtered:
+            text += f"{len(self.filtered)} were dropped by {config.dynamic_sampling_filter_path}: {self._verdict()}. "
         if self.num_failed:
             text += f"{self.num_failed} failed, the last with: {self.last_error or 'samples were aborted'}"
         return text.strip()
+
+    def _verdict(self) -> str:
+        """What the dropped groups say about the data, and what helps."""
+        rewards = [self._reward(sample) for group in self.finished for sample in _usable(group)]
+        wrong, right = sum(map(self.all_wrong, self.filtered)), sum(map(self.all_right, self.filtered))
+        text = (
+            f"in {wrong} every answer was wrong (reward 0 or less), in {right} every one was right; over all samples "
+            f"the mean reward is {fmean(rewards):.3g}, the lowest {min(rewards):.3g}, the highest {max(rewards):.3g}. "
+        )
+        if wrong > 2 * right:
+            return text + (
+                "The prompts are too hard for this model (or the reward function misses right answers): choose easier "
+                "ones, train longer with SFT, raise --n-samples-per-prompt or --rollout-max-response-len"
+            )
+        if right > 2 * wrong:
+            return text + "The prompts are too easy for this model: choose harder ones, or stop here"
+        return (
+            text
+            + "Most prompts are too hard or too easy for this model: choose others, or raise --n-samples-per-prompt"
+        )
+
+    def all_wrong(self, group: Group) -> bool:
+        return all(self._reward(sample) <= 0 for sample in group)
+
+    def all_right(self, group: Group) -> bool:
+        return all(self._reward(sample) > 0 for sample in group)
+
+    def _reward(self, sample: Sample) -> float:
+        return sample.reward_value(self.context.config.reward_key)

@@ -19,7 +19,8 @@ class TextCodec:
 
     The wrapper looks at every id and option in Python, which takes several times as long as the work itself. And text
     between two added tokens is encoded by itself, so what is short is encoded once. Where an added token takes part of
-    the text around it (`lstrip`, say), the tokenizer gets the whole text.
+    the text around it (`lstrip`, say), the tokenizer gets the whole text. A byte-level tokenizer's ids are decoded by a
+    table of their bytes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -32,6 +33,7 @@ class TextCodec:
         self._split = re.compile(f"({'|'.join(map(re.escape, ordered))})") if 0 < len(ordered) <= _MAX_ADDED else None
         if not self._splits_alike():
             self._split = None
+        self._bytes = _byte_table(self._rust, list(self._added.values())) if self._rust is not None else None
 
     def encode(self, text: str) -> list[int]:
         if self._split is None:
@@ -46,7 +48,20 @@ class TextCodec:
                 ids += self._encode(part)
         return ids
 
+    def split_at_added(self, text: str) -> tuple[str, list[int], str] | None:
+        """Text before the first added token, ids from there through the last one, text behind it.
+
+        None when there is no such token, or when text around one is not encoded by itself.
+        """
+        found = list(self._split.finditer(text)) if self._split is not None else []
+        if not found:
+            return None
+        start, end = found[0].start(), found[-1].end()
+        return text[:start], self.encode(text[start:end]), text[end:]
+
     def decode(self, ids: Sequence[int]) -> str:
+        if self._bytes is not None:
+            return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
         if self._rust is not None:
             return self._rust.decode(ids, skip_special_tokens=False)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -60,3 +75,32 @@ class TextCodec:
     def _splits_alike(self) -> bool:
         texts = (probe.format(token) for token in self._added for probe in _PROBES)
         return self._split is not None and all(self.encode(text) == self._encode(text) for text in texts)
+
+
+class _ByteTable(dict[int, bytes]):
+    """Bytes of each id of a byte-level tokenizer, filled in as ids are seen."""
+
+    def __init__(self, rust: Any) -> None:
+        super().__init__()
+        self._rust = rust
+        # GPT-2's alphabet (https://github.com/openai/gpt-2, encoder.py): printable Latin-1 bytes stand for themselves,
+        # the others for the characters from 256 on.
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        self._byte = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+    def __missing__(self, number: int) -> bytes:
+        token = self._rust.id_to_token(number) or ""
+        mapped = [self._byte.get(character) for character in token]
+        value = self[number] = token.encode() if None in mapped else bytes(mapped)
+        return value
+
+
+def _byte_table(rust: Any, added: Sequence[int]) -> _ByteTable | None:
+    """The table, when it decodes as the tokenizer itself does."""
+    if type(rust.decoder).__name__ != "ByteLevel":
+        return None
+    table = _ByteTable(rust)
+    probes = [*range(min(1024, rust.get_vocab_size())), *added]
+    decoded = b"".join(map(table.__getitem__, probes)).decode("utf-8", "replace")
+    return table if decoded == rust.decode(probes, skip_special_tokens=False) else None

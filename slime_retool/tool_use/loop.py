@@ -84,14 +84,13 @@ async def run_tool_loop(
             f"rollout_max_context_len {budgets.max_context_tokens}; raise it or set rollout_max_prompt_len"
         )
     params = _with_stop(sampling_params, tool_format.stop)
+    session = str(sample.index)
     turn_start = len(sample.tokens)
     texts: list[str] = []  # of what stands before turn_start, so that no turn is decoded twice
     while sample.status is SampleStatus.PENDING:
         limit = budgets.remaining(sample)
         # A copy: the engine must not see ids that are appended while it still holds the request.
-        completion = await engine.generate(
-            list(sample.tokens), {**params, "max_new_tokens": limit}, session=str(sample.index)
-        )
+        completion = await engine.generate(list(sample.tokens), {**params, "max_new_tokens": limit}, session=session)
         _append_turn(sample, completion, limit)
         if completion.finish_reason == "abort":
             sample.status = SampleStatus.ABORTED

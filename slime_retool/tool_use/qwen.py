@@ -15,7 +15,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.tool_use.calls import Turn
 from slime_retool.tool_use.observation import ObservationFilter
 from slime_retool.tool_use.parser import parse_tool_calls
-from slime_retool.tool_use.template import TEXT_MARK, TURN_MARK, ChatTemplate, TextFrame
+from slime_retool.tool_use.template import TEXT_MARK, TURN_MARK, ChatTemplate, SuffixFrame
 from slime_retool.types import Message, ToolSchema
 
 
@@ -27,18 +27,18 @@ class QwenFormat:
     def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
         check_template(tokenizer)
         self.tools = list(tools)
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, tools)
         self._filter = ObservationFilter(tokenizer)
-        self._suffix = TextFrame(lambda texts: self._template.suffix(_dummy(texts), self.tools))
+        self._suffix = SuffixFrame(self._template, lambda texts: self._template.suffix(_dummy(texts)))
 
     def prompt_ids(self, prompt: list[Message] | str) -> list[int]:
-        return self._template.prompt_ids(prompt, self.tools)
+        return self._template.prompt_ids(prompt)
 
     def text(self, ids: Sequence[int]) -> str:
         return self._template.decode_without_end(ids)
 
     def read_turn(self, ids: Sequence[int]) -> Turn:
-        text = self._template.decode(ids)
+        text = self._template.codec.decode(ids)
         closed = bool(ids) and ids[-1] == self._template.end_token_id
         missing = "" if closed else self._template.end_token
         return Turn(text, parse_tool_calls(text, self.tools), missing=missing)
@@ -47,7 +47,8 @@ class QwenFormat:
         return self._filter.fit(self._filter.clean(text), max_tokens)
 
     def observation_ids(self, observations: Sequence[str], turn: Turn) -> list[int]:
-        return self._template.encode_behind_end(self._suffix.fill(observations), with_end=bool(turn.missing))
+        ids = self._suffix.ids(observations)
+        return ids if turn.missing else ids[1:]
 
 
 def check_template(tokenizer: Any) -> None:

@@ -16,7 +16,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, Turn
 from slime_retool.tool_use.code_blocks import CLOSE, FORM, OPEN, parse_code_blocks
 from slime_retool.tool_use.observation import ObservationFilter
-from slime_retool.tool_use.template import TEXT_MARK, TURN_MARK, ChatTemplate, TextFrame
+from slime_retool.tool_use.template import TEXT_MARK, TURN_MARK, ChatTemplate, SuffixFrame
 from slime_retool.types import Message, ToolSchema
 
 _INSTRUCTION = r"""You can run Python code while you work on a problem. Write it as a fenced block between code tags:
@@ -51,7 +51,7 @@ class RetoolFormat:
         self._instruction = instruction(tools)
         self._template = ChatTemplate(tokenizer)
         self._filter = ObservationFilter(tokenizer)
-        self._suffix = TextFrame(self._render_suffix)
+        self._suffix = SuffixFrame(self._template, self._render_suffix)
         _check_system_message(self._template)
 
     def prompt_ids(self, prompt: list[Message] | str) -> list[int]:
@@ -65,7 +65,7 @@ class RetoolFormat:
     def read_turn(self, ids: Sequence[int]) -> Turn:
         """An open block means: the engine trimmed the stop text, or stopped at one that is part of the code, or the
         model ended its message there. The last id tells the last case."""
-        text = self._template.decode(ids)
+        text = self._template.codec.decode(ids)
         if bool(ids) and ids[-1] in self._template.special_ids:
             blocks, unclosed = parse_code_blocks(text)
             if unclosed:
@@ -82,15 +82,16 @@ class RetoolFormat:
     def observation_ids(self, observations: Sequence[str], turn: Turn) -> list[int]:
         """Usually text inside the assistant message; behind a message that the model ended, a message of the user."""
         if turn.over:
-            return self._template.encode_behind_end(self._suffix.fill(observations), with_end=bool(turn.missing))
+            ids = self._suffix.ids(observations)
+            return ids if turn.missing else ids[1:]
         shown = _shown(observations)
         begin = "\n" if shown and not (turn.text + turn.missing).endswith("\n") else ""
-        return self._template.encode(turn.missing + begin + shown)
+        return self._template.codec.encode(turn.missing + begin + shown)
 
     def _stop_text_is_there(self, text: str, ids: Sequence[int]) -> bool:
         """Whether the last id completed the stop text; it may hold characters behind it."""
         end = text.rfind(CLOSE) + len(CLOSE)
-        return text.endswith(CLOSE) or (CLOSE in text and end > len(self._template.decode(ids[:-1])))
+        return text.endswith(CLOSE) or (CLOSE in text and end > len(self._template.codec.decode(ids[:-1])))
 
     def _calls(self, blocks: Sequence[str | ToolCallError]) -> list[ToolCall | ToolCallError]:
         return [

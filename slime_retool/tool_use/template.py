@@ -10,6 +10,7 @@ token. So templates that change earlier turns (dropping their reasoning) work as
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,14 +26,19 @@ _PROBES = ("", ' \n"a" \\n\t<b>&amp; {{ é ∑ }} \n')
 
 
 class ChatTemplate:
-    """Raises ConfigError when the tokenizer has no template, or none that ends turns with a special token."""
+    """Raises ConfigError when the tokenizer has no template, or none that ends turns with a special token.
 
-    def __init__(self, tokenizer: Any) -> None:
+    `tools`: what prompts show the model.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema] = ()) -> None:
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template; a tool recipe needs one: use an instruct tokenizer")
         self._tokenizer = tokenizer
-        self._codec = TextCodec(tokenizer)
-        self._prompt = lru_cache(maxsize=256)(lambda text: tuple(self._codec.encode(text)))
+        self._tools = list(tools)
+        self.codec = TextCodec(tokenizer)
+        self._text_prompt = lru_cache(maxsize=256)(lambda text: tuple(self.codec.encode(text)))
+        self._json_prompt = lru_cache(maxsize=256)(lambda text: tuple(self._encode_prompt(json.loads(text))))
         self.end_token = self._find_end_token()
         self.end_token_id: int = tokenizer.convert_tokens_to_ids(self.end_token)
         self.special_ids = frozenset(tokenizer.all_special_ids)
@@ -43,29 +49,26 @@ class ChatTemplate:
             messages, tools=list(tools) or None, add_generation_prompt=generation, tokenize=False
         )
 
-    def suffix(self, messages: list[Message], tools: Sequence[ToolSchema] = ()) -> str:
+    def suffix(self, messages: list[Message]) -> str:
         """What stands behind the end token of the assistant turn in `messages` that contains `TURN_MARK`."""
-        text = self.render(messages, tools)
+        text = self.render(messages, self._tools)
         return text[text.index(self.end_token, text.index(TURN_MARK)) + len(self.end_token) :]
 
-    def encode(self, text: str) -> list[int]:
-        return self._codec.encode(text)
-
-    def prompt_ids(self, messages: list[Message] | str, tools: Sequence[ToolSchema] = ()) -> list[int]:
+    def prompt_ids(self, messages: list[Message] | str) -> list[int]:
         """Ids of a prompt; a string is taken as already rendered. Samples of one group share the work."""
-        return list(self._prompt(messages if isinstance(messages, str) else self.render(messages, tools)))
-
-    def encode_behind_end(self, text: str, *, with_end: bool) -> list[int]:
-        """Ids of `text` as they are behind the end token (a special token bounds a text), with it or without."""
-        ids = self.encode(self.end_token + text)
-        assert ids[0] == self.end_token_id
-        return ids if with_end else ids[1:]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._codec.decode(ids)
+        if isinstance(messages, str):
+            return list(self._text_prompt(messages))
+        try:
+            key = json.dumps(messages)
+        except (TypeError, ValueError):  # a template may be given more than JSON can hold
+            return self._encode_prompt(messages)
+        return list(self._json_prompt(key))
 
     def decode_without_end(self, ids: Sequence[int]) -> str:
-        return self._codec.decode(ids).removesuffix(self.end_token)
+        return self.codec.decode(ids).removesuffix(self.end_token)
+
+    def _encode_prompt(self, messages: list[Message]) -> list[int]:
+        return self.codec.encode(self.render(messages, self._tools))
 
     def _find_end_token(self) -> str:
         """The special token with which the template ends an assistant turn."""
@@ -84,22 +87,45 @@ class ChatTemplate:
         return min(found)[1]
 
 
-class TextFrame:
-    """A rendering of n texts, made without the template once it is known to put them in unchanged.
+class SuffixFrame:
+    """Ids of the end token and what follows it until the next assistant turn, around n texts.
 
-    Rendering by Jinja takes longer than all else in a turn. Where a template does change texts (trims or escapes them),
-    every rendering is its own.
+    Rendering by Jinja takes longer than all else in a turn, so the template is only asked until it is known to put
+    texts in unchanged; where it does change them (trims or escapes them), every rendering is its own. The end token
+    stands in front because text has to be encoded as it is behind one.
     """
 
-    def __init__(self, render: Callable[[Sequence[str]], str]) -> None:
-        self._render = render
-        self._frames: dict[int, list[str] | None] = {}
+    def __init__(self, template: ChatTemplate, render: Callable[[Sequence[str]], str]) -> None:
+        """`render`: the suffix behind the end token (see `ChatTemplate.suffix`) with these texts in it."""
+        self._codec = template.codec
+        self._render = lambda texts: template.end_token + render(texts)
+        self._encoders: dict[int, Callable[[Sequence[str]], list[int]]] = {}
 
-    def fill(self, texts: Sequence[str]) -> str:
-        if len(texts) not in self._frames:
-            self._frames[len(texts)] = self._frame(len(texts))
-        frame = self._frames[len(texts)]
-        return self._render(texts) if frame is None else _fill(frame, texts)
+    def ids(self, texts: Sequence[str]) -> list[int]:
+        if len(texts) not in self._encoders:
+            self._encoders[len(texts)] = self._encoder(len(texts))
+        return self._encoders[len(texts)](texts)
+
+    def _encoder(self, count: int) -> Callable[[Sequence[str]], list[int]]:
+        codec, frame = self._codec, self._frame(count)
+        if frame is None:
+            return lambda texts: codec.encode(self._render(texts))
+        pieces = [codec.split_at_added(piece) for piece in frame]
+        if None in pieces:
+            return lambda texts: codec.encode(_fill(frame, texts))
+
+        def encode(texts: Sequence[str]) -> list[int]:
+            """Only what stands around a text, between two added tokens, is encoded with it."""
+            _, ids, before = pieces[0]
+            filled = list(ids)
+            for text, (after, ids, following) in zip(texts, pieces[1:], strict=True):
+                filled += codec.encode(before + text + after)
+                filled += ids
+                before = following
+            filled += codec.encode(before)
+            return filled
+
+        return encode
 
     def _frame(self, count: int) -> list[str] | None:
         """The `count + 1` pieces around the texts; None when the template changes texts."""

@@ -71,6 +71,7 @@ class Actor(ModelRole):
             eps_clip_c=config.eps_clip_c,
             sample_of=batch.sample_of,
             token_counts=batch.token_counts,
+            cp_group=self.cp_group,
         )
 
     def unused_metrics(self) -> set[str]:

@@ -7,8 +7,8 @@
     trainer.shutdown()
 
 Every rank gets the whole batch and computes the same schedule, so nothing is scattered. Token weights hold the
-loss's denominator before the forward (`algo.losses.token_weights`); gradients are summed over micro-batches and
-data-parallel ranks and divided by nothing.
+loss's denominator before the forward (`algo.losses.token_weights`); gradients are summed over micro-batches,
+data- and context-parallel ranks and divided by nothing.
 
 PPO's critic lives in the same processes (`roles` "all"), or in a group of its own: then the actor's processes have
 `roles` "actor", the critic's "critic", and the caller carries values and returns between them:

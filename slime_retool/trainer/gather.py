@@ -1,7 +1,8 @@
-"""Whole parameters under Hugging Face names, from their tensor- and pipeline-parallel parts.
+"""Whole parameters under Hugging Face names, from their tensor-, expert- and pipeline-parallel parts.
 
-Parameters travel in chunks of `CHUNK_BYTES`: one all-gather over the tensor-parallel group and one transfer between
-pipeline stages for many parameters, instead of one each.
+Parameters travel in chunks of `CHUNK_BYTES`: one all-gather over the tensor-parallel group (for experts, over the
+expert-parallel ranks and the tensor-parallel ranks within each) and one transfer between pipeline stages for many
+parameters, instead of one each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_bridge.layout import merge_tp, to_hf, tp_axis
 from megatron_bridge.lora import adapted_layers
 from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model_config import ModelArgs
-from megatron_bridge.names import global_name
+from megatron_bridge.names import find_parameter, global_name
 
 CHUNK_BYTES = 128 * 2**20
 """Bytes of one rank's shards that are gathered at once (a larger parameter goes alone)."""
@@ -31,25 +32,26 @@ def hf_named_tensors(
 ) -> Iterator[Named]:
     """(HF name, full tensor) of every parameter, on global rank 0, or with `everywhere` on every rank.
 
-    Collective: every rank iterates to the end. By default the weights are gathered, with LoRA
-    adapters merged into them; `value_of(parameter)` picks something else of the same shape, for example the gradient.
-    Tensors may share memory with the model: use or copy each before the next.
-    With `everywhere` each data-parallel replica gathers for itself; otherwise only the first takes part.
+    Collective: every rank iterates to the end. By default the weights are gathered, with LoRA adapters merged into
+    them; `value_of(parameter)` picks something else of the same shape, for example the gradient. Tensors may share
+    memory with the model: use or copy each before the next.
+    With `everywhere` each data-parallel replica gathers for itself; otherwise only the first takes part, and for
+    experts, which are spread over data-parallel ranks, the first expert-data-parallel replica.
     """
     from megatron.core import parallel_state as mpu
 
-    if not everywhere and mpu.get_data_parallel_rank() != 0:
+    if not (everywhere or _holds_first(dense=True) or _holds_first(dense=False)):
         return
     pp_group = mpu.get_pipeline_model_parallel_group()
     pp_rank, pp_size = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
     stages = dist.get_process_group_ranks(pp_group)  # of this rank's tensor-parallel position
-    leader = everywhere or mpu.get_tensor_model_parallel_rank() == 0
+    leader = everywhere or (_holds_first(dense=True) and mpu.get_tensor_model_parallel_rank() == 0)
     for stage in range(pp_size):
         # The first stage's tensors are where they are wanted, unless every stage wants them.
         travels = leader and pp_size > 1 and (everywhere or stage > 0)
         targets = list(range(pp_size)) if everywhere else [0]
         if stage == pp_rank:
-            for chunk in _stage_chunks(module, model, value_of):
+            for chunk in _stage_chunks(module, model, value_of, everywhere):
                 if travels:
                     _send(chunk, pp_group, stages, stage, everywhere)
                 if leader and pp_rank in targets:
@@ -96,13 +98,38 @@ def _received(group: dist.ProcessGroup, stages: list[int], stage: int, everywher
             yield name, part.view(dtype).view(shape)
 
 
-def _stage_chunks(module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None) -> Iterator[list[Named]]:
-    """[(global Megatron name, tensor merged over the tensor-parallel group)] of this pipeline stage, chunk by chunk."""
+def _holds_first(*, dense: bool) -> bool:
+    """Whether this rank is in the first replica of the experts, or (`dense`) of everything else."""
+    from megatron.core import parallel_state as mpu
+
+    if dense:
+        return mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    return mpu.get_expert_data_parallel_rank() == 0
+
+
+def _stage_chunks(
+    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None, everywhere: bool
+) -> Iterator[list[Named]]:
+    """[(global Megatron name, tensor merged over all ranks)] of this pipeline stage, chunk by chunk.
+
+    Every rank has the same chunks; what belongs to groups that it has no part in is left out.
+    """
+    from megatron.core import parallel_state as mpu
+
     layers = module.decoder.layers
     offset = layers[0].layer_number - 1 if len(layers) else 0  # Megatron numbers layers from 1
-    adapted = adapted_layers(module)
+    ep = mpu.get_expert_model_parallel_world_size()
+    dense, experts = everywhere or _holds_first(dense=True), everywhere or _holds_first(dense=False)
     chunk: list[Named] = []
     size = 0
+
+    def merged() -> list[Named]:
+        out = _merged_dense([(n, v) for n, v in chunk if _expert_of(n, model) is None], model) if dense else []
+        if experts:
+            out += _merged_experts([(n, v) for n, v in chunk if _expert_of(n, model) is not None], model, ep)
+        return out
+
+    adapted = adapted_layers(module)
     for local_name, parameter in module.named_parameters():
         if is_adapter(local_name):
             continue
@@ -112,34 +139,57 @@ def _stage_chunks(module: Any, model: ModelArgs, value_of: Callable[[Any], Tenso
             value = adapted[local_name].merged_weight()
         else:
             value = parameter.detach()
+        name = global_name(local_name, model, offset)
+        wanted = value.nbytes * (1 if _expert_of(name, model) is None else ep)
         # One dtype per chunk, so that every part of the flat buffer is aligned for its dtype.
-        if chunk and (size + value.nbytes > CHUNK_BYTES or value.dtype != chunk[0][1].dtype):
-            yield _merged(chunk, model)
+        if chunk and (size + wanted > CHUNK_BYTES or value.dtype != chunk[0][1].dtype):
+            yield merged()
             chunk, size = [], 0
-        chunk.append((global_name(local_name, offset), value))
-        size += value.nbytes
+        chunk.append((name, value))
+        size += wanted
     if chunk:
-        yield _merged(chunk, model)
+        yield merged()
 
 
-def _merged(chunk: list[Named], model: ModelArgs) -> list[Named]:
-    """The chunk with every sharded parameter whole: one all-gather of all shards."""
+def _expert_of(name: str, model: ModelArgs) -> int | None:
+    return find_parameter(name, model)[1].expert
+
+
+def _merged_dense(chunk: list[Named], model: ModelArgs) -> list[Named]:
+    """Every sharded parameter whole: one all-gather of all shards."""
     from megatron.core import parallel_state as mpu
 
-    size = mpu.get_tensor_model_parallel_world_size()
     sharded = [(name, value) for name, value in chunk if tp_axis(name, model) is not None]
-    if size == 1 or not sharded:
-        return chunk
-    flat = _flatten([value for _, value in sharded])
-    gathered = flat.new_empty(size * len(flat))
-    dist.all_gather_into_tensor(gathered, flat, group=mpu.get_tensor_model_parallel_group())
-    sizes = [value.nbytes for _, value in sharded]
-    per_rank = [part.split(sizes) for part in gathered.chunk(size)]
-    whole = {
-        name: merge_tp(name, [parts[i].view(value.dtype).view(value.shape) for parts in per_rank], model)
-        for i, (name, value) in enumerate(sharded)
-    }
+    gathered = _all_gather([value for _, value in sharded], mpu.get_tensor_model_parallel_group())
+    whole = {name: merge_tp(name, shards, model) for (name, _), shards in zip(sharded, gathered, strict=True)}
     return [(name, whole.get(name, value)) for name, value in chunk]
+
+
+def _merged_experts(chunk: list[Named], model: ModelArgs, ep: int) -> list[Named]:
+    """The experts of all ranks. Those of `chunk` bear the numbers that expert-parallel rank 0 would give them."""
+    from megatron.core import parallel_state as mpu
+
+    # The group's ranks hold expert-parallel rank 0's experts in all their shards, then rank 1's, ...
+    gathered = _all_gather([value for _, value in chunk], mpu.get_expert_tensor_and_model_parallel_group())
+    etp, local_experts = mpu.get_expert_tensor_parallel_world_size(), (model.num_experts or 0) // ep
+    out = []
+    for (name, _), shards in zip(chunk, gathered, strict=True):
+        for rank in range(ep):
+            full_name = global_name(name, model, expert_offset=rank * local_experts)
+            out.append((full_name, merge_tp(full_name, shards[rank * etp : (rank + 1) * etp], model)))
+    return out
+
+
+def _all_gather(values: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """For each tensor those of all ranks of the group, in rank order: one collective for all."""
+    if group.size() == 1 or not values:
+        return [[value] for value in values]
+    flat = _flatten(values)
+    gathered = flat.new_empty(group.size() * len(flat))
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    sizes = [value.nbytes for value in values]
+    per_rank = [part.split(sizes) for part in gathered.chunk(group.size())]
+    return [[parts[i].view(value.dtype).view(value.shape) for parts in per_rank] for i, value in enumerate(values)]
 
 
 def _flatten(tensors: list[Tensor]) -> Tensor:

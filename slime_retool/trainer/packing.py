@@ -1,5 +1,8 @@
 """Samples -> one packed micro-batch, by gathering from flat tensors; and back. T = its tokens, padding included.
 
+Under context parallelism T counts this rank's tokens: every sequence is padded to a multiple of 2 * cp and split as
+`megatron_bridge.zigzag` says, after targets were taken from the whole.
+
 Everything in a `PackedBatch` is aligned with the logits: position t of a sequence predicts its token t + 1, so
 targets and per-token values are shifted by one to the left within each sequence, and each sequence's last
 position has weight 0. A sequence of tokens a b c beside one of d e, padded to 6:
@@ -15,6 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from megatron_bridge.zigzag import padded_length, zigzag_rows
 from slime_retool.trainer.batch import TrainBatch
 
 
@@ -46,14 +50,14 @@ class PackedBatch:
     """One micro-batch on the trainer's device."""
 
     lengths: list[int]
-    """Tokens of each sequence; a last one may be padding. Their sum is T."""
+    """Tokens of each whole sequence, its padding included; a last one may be padding. Their sum is T * cp."""
     tokens: Tensor  # [1, T] int64
-    position_ids: Tensor  # [1, T] int64, from 0 in each sequence
+    position_ids: Tensor  # [1, T] int64, from 0 in each whole sequence
     targets: Tensor  # [T] int64
     target_index: Tensor  # [T] int64, on the CPU: where the target lies among all tokens of the batch; -1 = none
     learned: Tensor  # [M] int64: positions whose target is learned, ascending; nothing else is read from the model
     sample_of: Tensor  # [T] int64: the sequence, from 0, that a position belongs to
-    token_counts: Tensor  # [sequences] int64: learned tokens of each
+    token_counts: Tensor  # [sequences] int64: learned tokens of each, on all ranks
     data: TokenData | None
     """None in a forward-only pass."""
 
@@ -64,41 +68,54 @@ def pack(
     *,
     data: TokenData | None = None,
     multiple: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
-    """Lay some samples of the batch one after the other, and pad T to a `multiple` with a sequence of its own.
+    """Lay some samples of the batch one after the other, and pad their sum to a `multiple` with a sequence of its own.
 
     Args:
         samples: which samples; none gives `multiple` tokens of padding alone.
         data: per-token values of the whole batch, for a loss.
-        multiple: the tensor-parallel size, with sequence parallelism.
+        multiple: of all ranks' tokens together; a multiple of 2 * cp when cp > 1 (see `packing_multiple`).
+        cp, cp_rank: context-parallel size, and which part to return.
     """
     chosen = torch.tensor(samples, dtype=torch.int64)
-    lengths = batch.lengths[chosen]
-    total = int(lengths.sum())
+    real = batch.lengths[chosen]
+    padded = torch.tensor([padded_length(length, cp) for length in real.tolist()], dtype=torch.int64)
+    total = int(padded.sum())
     padding = -total % multiple if total else multiple
-    ends = lengths.cumsum(0)
-    position = torch.arange(total) - (ends - lengths).repeat_interleave(lengths)
-    source = position + batch.starts[chosen].repeat_interleave(lengths)
-    target_index = source + 1
-    target_index[ends - 1] = -1
-    target_index = torch.cat([target_index, torch.full((padding,), -1)])
-    tokens = torch.cat([batch.tokens[source].long(), torch.zeros(padding, dtype=torch.int64)])
+    lengths = torch.cat([padded, torch.tensor([padding])]) if padding else padded
+    none = torch.zeros(1 if padding else 0, dtype=torch.int64)
+
+    def per_token(of_samples: Tensor) -> Tensor:
+        return torch.cat([of_samples, none]).repeat_interleave(lengths)
+
+    position = torch.arange(len(per_token(real))) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    left = per_token(real) - position  # tokens of the sequence from here on, this one included
+    source = per_token(batch.starts[chosen]) + position
+    rows = zigzag_rows(lengths.tolist(), cp, cp_rank) if cp > 1 else slice(None)
+    position, left, source = position[rows], left[rows], source[rows]
+    target_index = (source + 1).masked_fill(left <= 1, -1)
+    tokens = batch.tokens[source.masked_fill(left <= 0, 0)].long().masked_fill_(left <= 0, 0)
     targets = batch.tokens[target_index.clamp(min=0)].long().masked_fill_(target_index < 0, 0)
     learned = (batch.mask[target_index.clamp(min=0)] & (target_index >= 0)).nonzero()[:, 0]
-    all_lengths = torch.cat([lengths, torch.tensor([padding])]) if padding else lengths
-    counts = batch.segments.counts[chosen]
     return PackedBatch(
-        lengths=all_lengths.tolist(),
+        lengths=lengths.tolist(),
         tokens=tokens[None].to(device),
-        position_ids=torch.cat([position, torch.arange(padding)])[None].to(device),
+        position_ids=position[None].to(device),
         targets=targets.to(device),
         target_index=target_index,
         learned=learned.to(device),
-        sample_of=torch.arange(len(all_lengths)).repeat_interleave(all_lengths).to(device),
-        token_counts=(torch.cat([counts, counts.new_zeros(1)]) if padding else counts).to(device),
+        sample_of=torch.arange(len(lengths)).repeat_interleave(lengths)[rows].to(device),
+        token_counts=torch.cat([batch.segments.counts[chosen], none]).to(device),
         data=None if data is None else data.gather(target_index, device),
     )
+
+
+def packing_multiple(*, tp: int, cp: int, sequence_parallel: bool) -> int:
+    """What the tokens of all context-parallel ranks together must be a multiple of."""
+    return (tp if sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
 
 
 def unpack(parts: Iterable[tuple[Tensor, Tensor]], num_tokens: int) -> Tensor:

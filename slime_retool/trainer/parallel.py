@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_bridge.cpu_compat import install_cpu_compat
 from slime_retool.config import Config
-from slime_retool.errors import ConfigError
+from slime_retool.config.parallel import check_world_size
 
 
 def init_distributed(
@@ -34,20 +34,16 @@ def init_distributed(
 
 
 def init_parallel_groups(config: Config) -> None:
-    """Megatron's TP, PP and DP groups over the default group. ConfigError when the sizes do not fit it."""
+    """Megatron's TP, CP, DP, PP and expert groups over the default group. ConfigError when sizes do not fit it."""
     from megatron.core import parallel_state
 
-    world = dist.get_world_size()
-    if config.context_parallel_size != 1:
-        raise ConfigError(f"--context-parallel-size {config.context_parallel_size}: only 1 is supported; leave it out")
-    if world % config.model_parallel_size:
-        raise ConfigError(
-            f"the world size {world} is not a multiple of tensor x pipeline parallel size "
-            f"{config.model_parallel_size}; change --actor-num-gpus-per-node or the parallel sizes"
-        )
+    check_world_size(config, dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(config.distributed_timeout_minutes)),
     )
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from megatron_bridge.lora import add_adapters
 from megatron_bridge.model import build_gpt_model, packed_seq_params, transformer_config
+from megatron_bridge.zigzag import padded_length
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import MicroBatch, schedule
 from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, current_lr, optimizer_step
-from slime_retool.trainer.packing import PackedBatch, TokenData, pack, unpack
+from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packing_multiple, unpack
 
 PerToken = Callable[[PackedBatch, Tensor], Tensor]
 """(micro-batch, the model's output) -> one value per position [T]."""
@@ -32,7 +33,7 @@ PerToken = Callable[[PackedBatch, Tensor], Tensor]
 class LossOutput:
     """Of one micro-batch."""
 
-    loss: Tensor  # scalar, to be summed over micro-batches and data-parallel ranks
+    loss: Tensor  # scalar, to be summed over micro-batches, data- and context-parallel ranks
     metrics: dict[str, Tensor]
     """Weighted sums, to be summed like the loss; which ones is the same on every rank."""
     per_token: Tensor  # [T] fp32, detached: what the loss was computed from (log-probs, or values)
@@ -71,12 +72,16 @@ class ModelRole(ABC):
         self.tp_group = mpu.get_tensor_model_parallel_group()
         self.tp_rank, self.tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.cp_rank, self.cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+        self.cp_group = mpu.get_context_parallel_group() if self.cp_size > 1 else None
         try:
             self.model_config = transformer_config(
                 config,
                 tp=config.tensor_model_parallel_size,
                 pp=config.pipeline_model_parallel_size,
                 cp=config.context_parallel_size,
+                ep=config.expert_model_parallel_size,
+                etp=config.expert_tensor_parallel_size,
                 sequence_parallel=config.sequence_parallel,
                 dtype=dtype,
                 decoder_first_pipeline_num_layers=config.decoder_first_pipeline_num_layers,
@@ -235,12 +240,15 @@ class ModelRole(ABC):
             self.model.start_param_sync(force_sync=True)
 
     def micro_batches(self, batch: TrainBatch, samples: range) -> list[MicroBatch]:
-        """This data-parallel rank's micro-batches of some samples; as many on every rank."""
-        lengths = batch.lengths[samples.start : samples.stop].tolist()
+        """This data-parallel rank's micro-batches of some samples; as many on every rank.
+
+        Context-parallel ranks share them, so --max-tokens-per-gpu holds for a part of each sequence.
+        """
+        lengths = [padded_length(n, self.cp_size) for n in batch.lengths[samples.start : samples.stop].tolist()]
         if self.config.use_dynamic_batch_size:
             if self.config.max_tokens_per_gpu is None:
                 raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu")
-            bins = schedule(lengths, self.dp_size, max_tokens=self.config.max_tokens_per_gpu)
+            bins = schedule(lengths, self.dp_size, max_tokens=self.config.max_tokens_per_gpu * self.cp_size)
         else:
             bins = schedule(lengths, self.dp_size, samples_per_micro_batch=self.config.micro_batch_size)
         return [[samples.start + index for index in chosen] for chosen in bins[self.dp_rank]]
@@ -255,11 +263,14 @@ class ModelRole(ABC):
         forward_only: bool = False,
     ) -> None:
         """Forward (and backward) all micro-batches; a last stage calls `on_output(packed, output)` for each."""
-        multiple = self.tp_size if self.model_config.sequence_parallel else 1
+        multiple = packing_multiple(
+            tp=self.tp_size, cp=self.cp_size, sequence_parallel=self.model_config.sequence_parallel
+        )
+        cp = {"cp": self.cp_size, "cp_rank": self.cp_rank}
 
         def packed_batches() -> Iterator[PackedBatch]:
             for chosen in micro_batches:
-                yield pack(batch, chosen, data=data, multiple=multiple, device=self.device)
+                yield pack(batch, chosen, data=data, multiple=multiple, **cp, device=self.device)
 
         def forward(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             packed = next(batches)
@@ -267,7 +278,7 @@ class ModelRole(ABC):
                 packed.tokens,
                 packed.position_ids,
                 attention_mask=None,
-                packed_seq_params=packed_seq_params(packed.lengths, self.device),
+                packed_seq_params=packed_seq_params(packed.lengths, self.device, **cp),
             )
             return output, lambda tensor, **kwargs: on_output(packed, tensor, **kwargs)
 

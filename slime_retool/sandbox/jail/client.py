@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
-import json
 import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -17,13 +16,14 @@ from typing import Any
 
 from slime_retool.sandbox.jail.environment import package_folders
 from slime_retool.sandbox.jail.syscalls import AUDIT_ARCH, MACHINE
+from slime_retool.sandbox.jail.wire import Frames, pack
 from slime_retool.sandbox.policy import SandboxPolicy, SandboxUnavailable
 
-_LENGTH = struct.Struct("<I")
 _BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
 _START_GRACE = 30.0
 _EXIT_SECONDS = 10.0
-_ANSWERS_AT_ONCE = 8
+_MESSAGES_AT_ONCE = 8
+"""In each direction, so that the event loop has other work between them."""
 
 _ADVICE = {
     "user and other namespaces": (
@@ -89,8 +89,10 @@ class JailClient(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._received = bytearray()
-        self._reading = False
+        self._received = Frames()
+        self._to_send: collections.deque[dict[str, Any]] = collections.deque()
+        self._reading = self._writing = False
+        self._ending: asyncio.Task[None] | None = None
         self._count = 0
         self.failure: str | None = None
         self.alive = False
@@ -199,8 +201,7 @@ class JailClient(asyncio.Protocol):
         return links, work
 
     async def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The broker's answer. Cancelling the caller ends the call. Raises SandboxUnavailable when the
-        broker ended."""
+        """The broker's answer. Cancelling the caller ends the call. Raises SandboxUnavailable when the broker ended."""
         if not self.alive:
             raise SandboxUnavailable(self.failure or "the sandbox's broker is not running")
         self._count += 1
@@ -219,17 +220,14 @@ class JailClient(asyncio.Protocol):
         if self.alive:
             self._write({"op": "close", "session": name})
 
-    def kill(self) -> None:
-        """SIGKILL the broker, as an out-of-memory killer would."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-
     @property
     def broker_pid(self) -> int:
         assert self._process is not None
         return self._process.pid
 
     async def close(self) -> None:
+        if self.alive:
+            self.failure = "the sandbox was closed"
         if self._transport is not None:
             self._transport.close()
         if self._process is not None:
@@ -239,13 +237,28 @@ class JailClient(asyncio.Protocol):
             except subprocess.TimeoutExpired:
                 process.kill()
                 await asyncio.to_thread(process.wait)
+        if self._ending is not None:
+            await self._ending
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
     def _write(self, message: dict[str, Any]) -> None:
+        self._to_send.append(message)
+        if not self._writing:
+            self._write_some()
+
+    def _write_some(self) -> None:
+        """A few messages in one system call."""
         assert self._transport is not None
-        data = json.dumps(message).encode()
-        self._transport.write(_LENGTH.pack(len(data)) + data)
+        if self._transport.is_closing():
+            return
+        count = min(len(self._to_send), _MESSAGES_AT_ONCE)
+        if count:
+            self._transport.write(b"".join(pack(self._to_send.popleft()) for _ in range(count)))
+        # Also after the last one: what follows at once goes out together.
+        self._writing = count > 0
+        if self._writing:
+            asyncio.get_running_loop().call_soon(self._write_some)
 
     # asyncio.Protocol
 
@@ -254,10 +267,18 @@ class JailClient(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
-        while self._read_answers(_ANSWERS_AT_ONCE):
+        while self._read_answers():
             pass  # its last words come first
         self.alive = False
-        self.failure = self.failure or "the sandbox's broker ended"
+        self._ending = asyncio.get_running_loop().create_task(self._fail())
+
+    async def _fail(self) -> None:
+        """Tell all who wait why there will be no answer."""
+        assert self._process is not None
+        if self.failure is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, _EXIT_SECONDS)
+            self.failure = f"the sandbox's broker ended ({_how(self._process.returncode)})"
         unavailable = SandboxUnavailable(self.failure)
         for future in (self._ready, *self._waiting.values()):
             if future is not None and not future.done():
@@ -265,29 +286,23 @@ class JailClient(asyncio.Protocol):
         self._waiting.clear()
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
+        self._received.feed(data)
         if not self._reading:
             self._read_some()
 
     def _read_some(self) -> None:
-        """A few answers at a time: each wakes a caller, and the event loop has other work between them."""
-        self._reading = self._read_answers(_ANSWERS_AT_ONCE)
+        self._reading = self._read_answers()
         if self._reading:
             asyncio.get_running_loop().call_soon(self._read_some)
 
-    def _read_answers(self, most: int) -> bool:
-        """Whether `most` were there, so that there may be more."""
-        offset, count = 0, 0
-        while count < most and len(self._received) - offset >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._received, offset)
-            end = offset + _LENGTH.size + size
-            if len(self._received) < end:
-                break
-            self._on_message(json.loads(bytes(self._received[offset + _LENGTH.size : end])))
-            offset = end
-            count += 1
-        del self._received[:offset]
-        return count == most
+    def _read_answers(self) -> bool:
+        """Hand out a few; whether there may be more."""
+        for _ in range(_MESSAGES_AT_ONCE):
+            message = self._received.take()
+            if message is None:
+                return False
+            self._on_message(message)
+        return True
 
     def _on_message(self, message: dict[str, Any]) -> None:
         if "fatal" in message:
@@ -300,6 +315,15 @@ class JailClient(asyncio.Protocol):
             future = self._waiting.pop(message["id"], None)
             if future is not None and not future.done():
                 future.set_result(message)
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return "it closed its socket and still runs"
+    if status >= 0:
+        return f"exit code {status}"
+    hint = ", most likely for want of memory" if status == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-status).name}{hint}"
 
 
 def _explain(isolation: str, reason: str, layer: str | None) -> str:

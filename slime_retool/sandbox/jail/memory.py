@@ -1,18 +1,64 @@
-"""Huge pages for the zygote's memory, so that a fork copies far fewer page-table entries."""
+"""What the zygote does to its memory so that its children write, and so copy, few of its pages."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import sys
 
 from .syscalls import libc
 
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 << 20
+_IMMORTAL = 0xFFFFFFFF
+_BYTES_HEADER = b"".__sizeof__()
+_SMALL = range(48, 513, 16)
+"""Sizes of the interpreter's own allocator that a `bytes` object can have."""
+_MAX_PLUGS = 20_000
+_FRESH_RUN = 3072
+"""Bytes of consecutive addresses that tell a fresh pool; pools are 4 KiB before Python 3.10 and 16 KiB since."""
 
 
-def collapse_memory(maps_file: int) -> int:
-    """Collapse private memory where the kernel can (Linux 6.1). Returns the number of huge pages.
+def make_immortal() -> int:
+    """Exempt all objects from reference counting, whose writes would copy half of the pages that a child only reads.
+
+    Python 3.12 and 3.13, where an object of this count in its low 32 bits is never counted (PEP 683). Returns how many.
+    """
+    if not (3, 12) <= sys.version_info[:2] <= (3, 13) or sys.byteorder != "little":
+        return 0
+    seen: set[int] = set()
+    found = gc.get_objects()
+    while found:
+        seen.update(map(id, found))
+        found = [each for each in gc.get_referents(*found) if id(each) not in seen]
+    for address in seen:
+        count = ctypes.c_uint32.from_address(address)
+        if count.value < 1 << 31:
+            count.value = _IMMORTAL
+    return len(seen)
+
+
+def use_up_gaps() -> list[bytes]:
+    """Fill the free places between small objects, so that a child's own objects lie together on new pages.
+
+    What is returned has to be kept.
+    """
+    plugs = []
+    for size in _SMALL:
+        last = run = 0
+        for _ in range(_MAX_PLUGS):
+            plug = bytes(size - _BYTES_HEADER)
+            plugs.append(plug)
+            run = run + size if id(plug) - last == size else 0
+            last = id(plug)
+            if run >= _FRESH_RUN:
+                break
+    return plugs
+
+
+def collapse(maps_file: int) -> int:
+    """Huge pages where the kernel can (Linux 6.1): a fork then copies far fewer page-table entries. Returns how many.
 
     maps_file: descriptor of an open /proc/self/maps.
     """

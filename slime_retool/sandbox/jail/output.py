@@ -20,6 +20,8 @@ def take(fd: int, limit: int, written: int | None) -> tuple[str, bool]:
     """
     try:
         size, position = os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_CUR)
+        if size == position == 0:
+            return "", False
         half = limit // 2
         wrapped = half <= position < size <= limit
         if wrapped:

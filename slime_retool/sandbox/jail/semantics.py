@@ -85,7 +85,8 @@ def _limit_of(error: BaseException) -> str | None:
 def _execute(code: str, filename: str, namespace: dict[str, Any], limit: int) -> str | None:
     tree = _compile(code, filename, "exec", _ONLY_AST, True)
     last = tree.body.pop() if tree.body and _isinstance(tree.body[-1], _Expr) else None
-    _exec(_compile(tree, filename, "exec", 0, True), namespace)
+    if tree.body or last is None:
+        _exec(_compile(tree, filename, "exec", 0, True), namespace)
     if last is None:
         return None
     value = _eval(_compile(_Expression(last.value), filename, "eval", _future_flags(tree), True), namespace)

@@ -1,11 +1,13 @@
-"""Typical numpy and sympy work, done once in the zygote: a first `solve` costs tens of milliseconds, a later
-one two.
+"""Typical numpy and sympy work, done in the zygote: a first `solve` costs tens of milliseconds, a later one two.
 
+Each kind of work is done with several numbers, so that the interpreter has specialised the bytecode and sympy has been
+through its branches (rational, irrational and complex roots, say), not only through its caches.
 Only packages that are there are warmed. Nothing here affects results: sympy's caches are keyed by value.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -21,11 +23,25 @@ def preload(names: list[str]) -> None:
         importlib.import_module(name)
 
 
-def warm(names: list[str]) -> None:
+def warm(names: list[str]) -> list[str]:
+    """Returns what failed: with another version of a package some work may, and only costs time later."""
+    jobs: list[Callable[[], None]] = []
     if "numpy" in names:
-        _numpy()
+        jobs.append(_numpy)
     if "sympy" in names:
-        _sympy()
+        kinds = (_expressions, _equations, _number_theory, _matrices_and_printing)
+        jobs += [functools.partial(kind, number) for number in _NUMBERS for kind in kinds]
+        jobs.append(_calculus)
+    failures = []
+    for job in jobs:
+        try:
+            job()
+        except Exception as error:
+            failures.append(f"{job}: {type(error).__name__}: {error}")
+    return failures
+
+
+_NUMBERS = (2, 3)
 
 
 def _numpy() -> None:
@@ -45,55 +61,96 @@ def _numpy() -> None:
         job()
 
 
-def _sympy() -> None:
+def _equations(n: int) -> None:
     import sympy as sp
 
-    x, y, n, k = sp.symbols("x y n k")
-    jobs: list[Callable[[], object]] = [
-        lambda: sp.solve(x**2 - 7 * x + 10, x),
-        lambda: sp.solve([2 * x + y - 5, x - y - 1], [x, y]),
-        lambda: sp.solve([x + y - 10, x * y - 21], [x, y]),
-        lambda: sp.solveset(sp.cos(x), x, sp.S.Reals),
-        lambda: sp.solve(x**3 - x, x),
-        lambda: sp.solve(sp.sqrt(x + 1) - 3, x),
-        lambda: sp.solve(sp.Eq(2**x, 8), x),
-        lambda: sp.solve(x**2 < 4, x),
-        lambda: sp.simplify((x**2 - 1) / (x - 1)),
-        lambda: sp.trigsimp(sp.sin(x) ** 2),
-        lambda: sp.factor(x**4 - 16),
-        lambda: sp.expand((x + 2 * y) ** 3),
-        lambda: sp.apart(1 / (x**2 - 1), x),
-        lambda: sp.diff(sp.exp(x) * sp.log(x), x),
-        lambda: sp.integrate(x * sp.cos(x), x),
-        lambda: sp.integrate(sp.exp(-(x**2)), (x, -sp.oo, sp.oo)),
-        lambda: sp.limit((1 + 1 / x) ** x, x, sp.oo),
-        lambda: sp.series(sp.cos(x), x, 0, 6),
-        lambda: sp.summation(k * (k + 1), (k, 1, n)),
-        lambda: sp.sqrt(50).evalf(20),
-        lambda: sp.Matrix([[2, 1], [1, 3]]).inv(),
-        lambda: sp.Matrix([[2, 0], [1, 3]]).eigenvals(),
-        lambda: sp.Matrix([[1, 2], [2, 4]]).rref(),
-        lambda: sp.factorint(2310),
-        lambda: sp.isprime(10007),
-        lambda: list(sp.primerange(2, 60)),
-        lambda: sp.divisors(84),
-        lambda: sp.totient(90),
-        lambda: sp.gcd(84, 30),
-        lambda: sp.mod_inverse(7, 40),
-        lambda: sp.binomial(12, 5),
-        lambda: sp.nsimplify(0.125),
-        lambda: sp.nsolve(x**3 - 2, 1),
-        lambda: sp.Poly(x**3 - 2 * x, x).all_coeffs(),
-        lambda: sp.latex(x**2 / (y + 1)),
-        lambda: str(sp.sin(x) / y),
-        lambda: sp.lambdify(x, x**2 + 1)(3),
-        lambda: sp.sympify("3*x + y/2"),
-        lambda: sp.Rational(22, 7).evalf(8),
-        lambda: sp.Sum(k**2, (k, 1, 20)).doit(),
-        lambda: sp.diophantine(2 * x + 3 * y - 7),
-        lambda: sp.Point(0, 0).distance(sp.Point(3, 4)),
-        lambda: (x**2 + y).subs({x: 2, y: sp.pi}),
-        lambda: sp.rsolve(sp.Function("f")(n) - 2 * sp.Function("f")(n - 1), sp.Function("f")(n)),
-    ]
-    for job in jobs:
-        job()
+    x, y = sp.symbols("x y")
+    whole = sp.symbols("k", integer=True, positive=True)
+    for equation in (
+        x**2 - (n + 5) * x + 5 * n,  # two rational roots
+        x**2 - n * x - 1,  # irrational ones
+        x**2 + x + n,  # complex ones
+        2 * x**2 - sp.Rational(n, 3),
+        n * x - 7,
+        x**3 - n * n * x,
+        sp.sqrt(x + n) - 3,
+        sp.Eq(n**x, n**3),
+        sp.sin(x) - sp.Rational(1, n),
+        x**2 - 0.5 * n,
+        whole**2 - n * n,
+    ):
+        sp.solve(equation)
+    sp.solve([2 * x + y - n, x - y - 1], [x, y])
+    sp.solve([x + y - 2 * n, x * y - n * n + 1], [x, y], dict=True)
+    sp.solve(x**2 < n * n, x)
+    sp.solveset(sp.cos(x), x, sp.S.Reals)
+    sp.nsolve(x**3 - n, 1)
+    sp.diophantine(2 * x + 3 * y - n)
+    f = sp.Function("f")
+    sp.rsolve(f(whole) - n * f(whole - 1), f(whole))
+
+
+def _expressions(n: int) -> None:
+    import sympy as sp
+
+    x, y = sp.symbols("x y")
+    sp.simplify((x**2 - n * n) / (x - n))
+    sp.simplify(sp.sqrt(8 * n) + sp.sqrt(2 * n))
+    sp.trigsimp(sp.sin(x) ** 2 + sp.cos(x) ** 2 * n)
+    sp.factor(x**4 - n**4)
+    sp.expand((x + n * y) ** 3)
+    sp.apart(1 / (x**2 - n * n), x)
+    sp.nsimplify(0.125 * n)
+    sp.radsimp(1 / (sp.sqrt(n) + 1))
+    sp.Poly(x**3 - n * x, x).all_coeffs()
+    sp.sympify(f"{n}*x + y/2")
+    sp.lambdify(x, x**2 + n)(3)
+    (x**2 + y).subs({x: n, y: sp.pi})
+    sp.Rational(22, 7 * n).evalf(8)
+    sp.sqrt(50 * n).evalf(20)
+    sp.Point(0, 0).distance(sp.Point(n, 4))
+
+
+def _calculus() -> None:
+    import sympy as sp
+
+    x, m, k = sp.symbols("x m k")
+    sp.diff(sp.exp(x) * sp.log(x), x)
+    sp.integrate(x * sp.cos(x), x)
+    sp.integrate(x**2, (x, 0, 3))
+    sp.integrate(sp.exp(-(x**2)), (x, -sp.oo, sp.oo))
+    sp.limit((1 + 1 / x) ** x, x, sp.oo)
+    sp.series(sp.cos(x), x, 0, 6)
+    sp.summation(k * (k + 1), (k, 1, m))
+    sp.Sum(k**2, (k, 1, 20)).doit()
+
+
+def _number_theory(n: int) -> None:
+    import sympy as sp
+
+    sp.factorint(2310 * n)
+    sp.isprime(10007 + n)
+    list(sp.primerange(2, 30 * n))
+    sp.divisors(84 * n)
+    sp.totient(90 * n)
+    sp.gcd(84, 30 * n)
+    sp.lcm(84, 30 * n)
+    sp.mod_inverse(7, 10 * n + 3)
+    sp.binomial(12, n)
+    sp.factorial(10 * n)
+    sp.primepi(100 * n)
+    sp.nextprime(1000 * n)
+
+
+def _matrices_and_printing(n: int) -> None:
+    import sympy as sp
+
+    x, y = sp.symbols("x y")
+    matrix = sp.Matrix([[n, 1], [1, 3]])
+    matrix.inv()
+    matrix.det()
+    matrix.eigenvals()
+    sp.Matrix([[1, n], [2, 2 * n]]).rref()
+    sp.latex(x**2 / (y + n))
+    str(sp.sin(x) / (n * y) + sp.sqrt(n))
+    repr(sp.Rational(n, 7))

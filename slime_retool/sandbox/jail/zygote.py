@@ -8,6 +8,7 @@ out, then `<I` tag with three descriptors per fork in; and out `F` tag with a pi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -21,9 +22,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import executor, landlock, namespaces, seccomp, warmup
+from . import executor, landlock, memory, namespaces, seccomp, warmup
 from .environment import DEVICES, HostPaths, host_paths, without
-from .memory import collapse_memory
 from .syscalls import (
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
@@ -94,7 +94,8 @@ class Zygote:
         self.own_pid_namespace = -1
         self.private_root = self.private and "mount" not in self.off
         self.private_pids = self.private and "pid" not in self.off
-        self.tags: dict[int, int] = {}
+        self.tags: dict[int, tuple[int, int]] = {}  # by pidfd: process id, tag
+        self.epoll = select.epoll()
         self.size_file = self.maps_file = -1
         self.address_space = 0
 
@@ -114,14 +115,13 @@ class Zygote:
         sys.path.append(namespaces.PACKAGES if self.private_root else self.config["package_links"])
         started = time.perf_counter()
         warmup.preload([*warmup.STDLIB, *self.config["preload"]])
-        warmup.warm(self.config["preload"])
+        failures = warmup.warm(self.config["preload"])
+        if failures:
+            self.notes["warm-up"] = "; ".join(failures)
         self.notes["preload"] = f"{time.perf_counter() - started:.2f} s"
         if self.private_root:
             sys.path.insert(0, namespaces.WORK)  # modules that the code writes
         self.executor = executor.Executor(self.limits["output"], self.limits["memory"] >> 20)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         drop_bounding_set()
         if "landlock" not in self.off:
@@ -133,9 +133,17 @@ class Zygote:
                 seccomp.install(seccomp.stage1())
         if not self.private and "capabilities" not in self.off:
             drop_capabilities()
-        self.notes["huge pages"] = str(collapse_memory(self.maps_file))
         self.child_filter = seccomp.stage2(1, private_root=True)
+        self._share_memory()
         self.address_space = int(os.pread(self.size_file, 64, 0).split()[0]) * resource.getpagesize()
+
+    def _share_memory(self) -> None:
+        gc.collect()
+        self.notes["immortal objects"] = str(memory.make_immortal())
+        self.plugs = memory.use_up_gaps()
+        gc.freeze()
+        gc.disable()
+        self.notes["huge pages"] = str(memory.collapse(self.maps_file))
 
     def _enter_namespaces(self) -> None:
         as_root = os.geteuid() == 0
@@ -148,13 +156,17 @@ class Zygote:
             with _layer("mount namespace"):
                 namespaces.unshare(namespaces.NEWNS)
                 root = self._build_root()
-        if as_root and self.private_root:
-            with _layer("setuid"):
-                self._become_nobody()
-        with _layer("user and other namespaces"):
-            ids = namespaces.map_user()
-            namespaces.unshare(namespaces.NEWUSER | flags)
-            namespaces.write_maps(*ids)
+        if "user" in self.off:
+            with _layer("user and other namespaces"):
+                namespaces.unshare(flags)
+        else:
+            if as_root and self.private_root:
+                with _layer("setuid"):
+                    self._become_nobody()
+            with _layer("user and other namespaces"):
+                ids = namespaces.map_user()
+                namespaces.unshare(namespaces.NEWUSER | flags)
+                namespaces.write_maps(*ids)
         if self.private_root and root is None:
             with _layer("mount namespace"):
                 root = self._build_root()
@@ -230,25 +242,18 @@ class Zygote:
             with contextlib.suppress(ConnectionError):
                 self._serve()
         finally:
-            for pid in self.tags:
+            for pid, _ in self.tags.values():
                 os.kill(pid, signal.SIGKILL)
-            for pid in self.tags:
+            for pid, _ in self.tags.values():
                 os.waitpid(pid, 0)
 
     def _serve(self) -> None:
-        wake, wake_write = os.pipe()
-        os.set_blocking(wake, False)
-        os.set_blocking(wake_write, False)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        poll = select.poll()
-        poll.register(self.control, select.POLLIN)
-        poll.register(wake, select.POLLIN)
+        # Pidfds and not SIGCHLD, which would come at every stop and continuation of a session.
+        self.epoll.register(self.control, select.EPOLLIN)
         while True:
-            for fd, _ in poll.poll():
-                if fd == wake:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(wake, 4096)
+            for fd, _ in self.epoll.poll():
+                if fd in self.tags:
+                    self._reap(fd)
                     continue
                 try:
                     message, fds, _, _ = socket.recv_fds(self.control, TAG.size, 3)
@@ -257,7 +262,6 @@ class Zygote:
                 if not message:
                     return
                 self._fork(TAG.unpack(message)[0], fds)
-            self._reap()
 
     def _fork(self, tag: int, fds: list[int]) -> None:
         if self.private_pids:
@@ -270,25 +274,21 @@ class Zygote:
         for fd in fds:
             os.close(fd)
         pidfd = os.pidfd_open(pid)
-        self.tags[pid] = tag
+        self.tags[pidfd] = pid, tag
+        self.epoll.register(pidfd, select.EPOLLIN)
         socket.send_fds(self.control, [FORKED.pack(b"F", tag)], [pidfd])
-        os.close(pidfd)
 
-    def _reap(self) -> None:
-        while self.tags:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            tag = self.tags.pop(pid, None)
-            if tag is not None:
-                report = EXITED.pack(b"X", tag, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024)
-                self.control.send(report)
+    def _reap(self, pidfd: int) -> None:
+        pid, tag = self.tags.pop(pidfd)
+        self.epoll.unregister(pidfd)  # closing it does not: the broker has a copy
+        os.close(pidfd)
+        _, status, usage = os.wait4(pid, 0)
+        report = EXITED.pack(b"X", tag, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024)
+        self.control.send(report)
 
     def _become_child(self, tag: int, fds: list[int]) -> None:
         """Lock down and run what the broker sends. Never returns."""
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._arrange_descriptors(*fds)
             folder = self._enter_work_folder(tag)
@@ -315,8 +315,7 @@ class Zygote:
     def _arrange_descriptors(self, control: int, out: int, err: int) -> None:
         """0 nothing, 1 and 2 output, 3 the broker; all others of the zygote are closed."""
         nothing = os.open("/dev/null", os.O_RDONLY)
-        low = [nothing, out, err, control]
-        high = [os.dup2(fd, 100 + index) for index, fd in enumerate(low)]
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 4) for fd in (nothing, out, err, control)]
         for index, fd in enumerate(high):
             os.dup2(fd, index)
         keep = self.rules.fd if self.rules is not None else 4
@@ -389,8 +388,6 @@ def _readable_paths(paths: HostPaths, private_root: bool) -> list[str]:
 
 def _keep_clear_of_children(rules: landlock.Ruleset) -> landlock.Ruleset:
     """Move the descriptor above those that a child arranges."""
-    import fcntl
-
     moved = fcntl.fcntl(rules.fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
     os.close(rules.fd)
     rules.fd = moved

@@ -1,0 +1,81 @@
+# Sourced by the launch scripts: where things are, which model, what all runs share, and the launch itself.
+#
+#   MODEL=tiny       the same command line on this machine's CPU, with a model of a million random weights that is made
+#                    on the spot (examples/quickstart/prepare.py); everything goes to TINY_DIR
+#   MODEL_ROOT, DATA_ROOT, NUM_NODES, GPUS_PER_NODE, RAY_ADDRESS, WANDB_*, PYTHON as in README.md
+
+EXAMPLE_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+REPO_DIR="$(cd -- "${EXAMPLE_DIR}/../.." && pwd)"
+MODEL="${MODEL:-}"
+PYTHON="${PYTHON:-python3}"
+MODEL_ROOT="${MODEL_ROOT:-${REPO_DIR}/models}"
+DATA_ROOT="${DATA_ROOT:-${REPO_DIR}/data}"
+TINY_ARGS=()
+
+export PYTHONPATH="${EXAMPLE_DIR}:${REPO_DIR}${PYTHONPATH:+:${PYTHONPATH}}"
+export PYTHONUNBUFFERED=1
+# Megatron overlaps communication with computation only when launches keep their order.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
+if [[ -n "${MODEL}" && "${MODEL}" != tiny ]]; then
+  echo "MODEL must be empty or 'tiny', got '${MODEL}'; another model needs its own script" >&2
+  exit 2
+fi
+
+# use_model NAME: the model's flags. With MODEL=tiny, the tiny model and its data take the place of all paths.
+use_model() {
+  if [[ "${MODEL}" == tiny ]]; then
+    source "${EXAMPLE_DIR}/tiny.sh"
+  else
+    source "${REPO_DIR}/scripts/models/$1.sh"
+  fi
+}
+
+# length FLAG VALUE: how long the run is.
+length() {
+  LENGTH_ARGS=("$@")
+  if [[ "${MODEL}" == tiny ]]; then
+    LENGTH_ARGS=(--num-rollout 2)
+  fi
+}
+
+# launch PROJECT-GROUP FLAGS...: the run itself; the caller's flags come last and win.
+launch() {
+  local group="$1"
+  shift
+  local cluster=(
+    --actor-num-nodes "${NUM_NODES}"
+    --actor-num-gpus-per-node "${GPUS_PER_NODE}"
+  )
+  if [[ -n "${RAY_ADDRESS:-}" ]]; then
+    cluster+=(--ray-address "${RAY_ADDRESS}")
+  fi
+  # Without a key there is no W&B; metrics always go to --output-dir as well.
+  local wandb=()
+  if [[ -n "${WANDB_KEY:-}${WANDB_API_KEY:-}" ]]; then
+    wandb=(
+      --use-wandb
+      --wandb-project "${WANDB_PROJECT:-slime-retool}"
+      --wandb-group "${WANDB_GROUP:-${group}}"
+    )
+    if [[ -n "${WANDB_KEY:-}" ]]; then
+      wandb+=(--wandb-key "${WANDB_KEY}")
+    fi
+  fi
+  local numerics=(
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --accumulate-allreduce-grads-in-fp32
+    --attention-softmax-in-fp32
+    --attention-backend flash
+  )
+  exec "${PYTHON}" -m slime_retool.train \
+    ${MODEL_ARGS[@]+"${MODEL_ARGS[@]}"} \
+    "${cluster[@]}" \
+    "${LENGTH_ARGS[@]}" \
+    ${wandb[@]+"${wandb[@]}"} \
+    "${numerics[@]}" \
+    "${RUN_ARGS[@]}" \
+    ${TINY_ARGS[@]+"${TINY_ARGS[@]}"} \
+    "$@"
+}

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# SFT of Qwen2.5-32B-Instruct on ReTool traces, with the values published for verl: 2 hosts of 8 GPUs. On every host:
+#   ray start ...      (see README.md), then on one of them
+#   RAY_ADDRESS=auto MODEL_ROOT=/models DATA_ROOT=/data bash examples/retool/retool_qwen2.5_32b_sft.sh
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/launch_common.sh"
+
+TINY_DATA=sft.parquet
+use_model qwen2.5-32B
+length --num-epoch 6
+
+HF_CHECKPOINT="${HF_CHECKPOINT:-${MODEL_ROOT}/Qwen2.5-32B-Instruct}"
+REF_LOAD="${REF_LOAD:-${HF_CHECKPOINT}_torch_dist}"
+SAVE_DIR="${SAVE_DIR:-${MODEL_ROOT}/Qwen2.5-32B-Instruct_sft}"
+LOAD_DIR="${LOAD_DIR:-${SAVE_DIR}}"
+PROMPT_DATA="${PROMPT_DATA:-${DATA_ROOT}/retool/ReTool-SFT.parquet}"
+NUM_NODES="${NUM_NODES:-2}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+
+CKPT_ARGS=(
+  --hf-checkpoint "${HF_CHECKPOINT}"
+  --ref-load "${REF_LOAD}"
+  --load "${LOAD_DIR}"
+  --save "${SAVE_DIR}"
+  --save-interval 62
+)
+
+SFT_ARGS=(
+  --rollout-function-path slime_retool.rollout.sft_rollout.generate_rollout
+  --prompt-data "${PROMPT_DATA}"
+  --input-key messages
+  --tool-key tools
+  --rollout-shuffle
+  --rollout-batch-size 32
+  --global-batch-size 32
+  --rollout-max-context-len 16384
+
+  --loss-type sft_loss
+  --calculate-per-token-loss
+  --disable-compute-advantages-and-returns
+  --debug-train-only
+)
+
+PERF_ARGS=(
+  --tensor-model-parallel-size 8
+  --sequence-parallel
+
+  --recompute-granularity full
+  --recompute-method uniform
+  --recompute-num-layers 1
+
+  --use-dynamic-batch-size
+  --max-tokens-per-gpu 16384
+)
+
+OPTIMIZER_ARGS=(
+  --optimizer adam
+  --lr 1e-5
+  --lr-decay-style cosine
+  --lr-warmup-fraction 0.1
+  --weight-decay 0.01
+  --adam-beta1 0.9
+  --adam-beta2 0.95
+)
+
+RUN_ARGS=("${CKPT_ARGS[@]}" "${SFT_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}")
+launch qwen2.5-32B-retool-sft "$@"

@@ -1,0 +1,40 @@
+"""Responses at their length limit: DAPO's soft overlong punishment and overlong filtering, on the way to the trainer.
+
+`Sample.reward` stays what the reward function said; filters and metrics use that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime_retool.config import Config
+from slime_retool.reward.shaping import overlong_penalty
+from slime_retool.types import Sample, SampleStatus, TrainSample
+
+
+def shaped_reward(config: Config, sample: Sample) -> float:
+    """The reward to train on: with `--overlong-buffer-len` less for the last tokens that a response may have.
+
+    The limit is what ends this sample's response: `--rollout-max-response-len`, or what its prompt leaves of
+    `--rollout-max-context-len`. Observations count, as they do there.
+    """
+    reward = sample.reward_value(config.reward_key)
+    if config.overlong_buffer_len is None:
+        return reward
+    limit = config.rollout_max_response_len
+    if config.rollout_max_context_len is not None:
+        limit = min(limit, config.rollout_max_context_len - sample.prompt_length)
+    return reward + config.overlong_penalty_factor * overlong_penalty(
+        sample.response_length, limit, config.overlong_buffer_len
+    )
+
+
+def mask_overlong(config: Config, sample: Sample, train: TrainSample) -> TrainSample:
+    """With `--overlong-filtering`, a truncated sample that nothing is learned from: its group still counts its reward.
+
+    An answer that was cut off is not wrong because of what it says
+    (https://arxiv.org/abs/2503.14476, section 3.4).
+    """
+    if not config.overlong_filtering or sample.status is not SampleStatus.TRUNCATED:
+        return train
+    return dataclasses.replace(train, loss_mask=[0] * train.length)

@@ -1,0 +1,41 @@
+"""The broker's event loop: descriptors, and what to do when they can be read or written."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+
+READABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
+WRITABLE = select.EPOLLOUT
+
+Handler = Callable[[int], None]
+
+
+class Loop:
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Handler] = {}
+        self._writing: set[int] = set()
+
+    def watch(self, fd: int, handler: Handler) -> None:
+        """Call `handler(events)` whenever `fd` can be read, until `unwatch`."""
+        self._handlers[fd] = handler
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        self._writing.discard(fd)
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def want_write(self, fd: int, wanted: bool) -> None:
+        """Whether to call the handler of `fd`, if it has one, also when it can be written."""
+        if fd not in self._handlers or wanted == (fd in self._writing):
+            return
+        self._epoll.modify(fd, select.EPOLLIN | (WRITABLE if wanted else 0))
+        (self._writing.add if wanted else self._writing.discard)(fd)
+
+    def poll(self, seconds: float) -> None:
+        for fd, events in self._epoll.poll(max(0.0, seconds)):
+            handler = self._handlers.get(fd)
+            if handler is not None:
+                handler(events)

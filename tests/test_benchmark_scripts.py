@@ -1,0 +1,160 @@
+"""The benchmarks' own arithmetic, and their scripted conversations through the product's tool loop."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
+
+from base_model import train_tokenizer  # noqa: E402
+
+from benchmarks import convert, multiturn, step_overhead  # noqa: E402
+from benchmarks.logprob_diff import line_fit, trend  # noqa: E402
+from benchmarks.parallel_curves import BASELINE, NOISE, Layout, compare, make_steps, table  # noqa: E402
+from benchmarks.ranks import run_ranks  # noqa: E402
+from benchmarks.scripted_turns import TurnCounts  # noqa: E402
+from benchmarks.shapes import model_args, split_shards, tensor_shapes, write_checkpoint  # noqa: E402
+from slime_retool.rollout.context import Completion  # noqa: E402
+
+
+class CachingEngine:
+    """Remembers every sequence as a prefix cache does, and writes as many tokens as it may."""
+
+    def __init__(self) -> None:
+        self.held: dict[str | None, int] = {}
+        self.new_prompt_tokens = 0
+
+    async def generate(
+        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
+    ) -> Completion:
+        assert sampling_params["ignore_eos"]
+        cached = min(self.held.get(session, 0), len(input_ids) - 1)
+        count = sampling_params["max_new_tokens"]
+        self.held[session] = len(input_ids) + count - 1
+        self.new_prompt_tokens += len(input_ids) - cached
+        return Completion([20] * count, [-0.5] * count, "length", 1, len(input_ids), cached)
+
+
+async def test_single_turn_requests_carry_the_tokens_of_the_conversations():
+    options = ["--samples", "4", "--concurrency", "2", "--turns", "3", "--prompt", "30", "--turn", "9"]
+    args = multiturn.build_parser().parse_args([*options, "--observation", "6"])
+    engine, alone = CachingEngine(), CachingEngine()
+    bench = multiturn.Bench(args, engine, train_tokenizer(), {})
+    many, counts, loads = await bench.conversations(seed=1)
+    assert [turn.turn for turn in counts] == [0, 1, 2] * 4
+    assert many.generated == sum(turn.generated for turn in counts) == sum(load.generated for load in loads)
+    # Each later turn computes its observation anew, and the last token of the turn before.
+    assert engine.new_prompt_tokens == sum(load.new_prompt_tokens for load in loads) + 4 * 2
+    bench.engine = alone
+    single = await bench.single_turns(loads, seed=1)
+    assert single.generated == many.generated
+    assert alone.new_prompt_tokens == sum(load.new_prompt_tokens for load in loads)
+
+
+def test_cache_hits_are_counted_over_later_turns_only():
+    turns = [TurnCounts(0, 100, 7, 50), TurnCounts(1, 160, 149, 40), TurnCounts(2, 210, 100, 40)]
+    figures = multiturn.cache_figures(turns)
+    assert figures["prefix_cache_hit"] == pytest.approx(100 * 249 / 370)
+    assert figures["possible_cache_hit"] == pytest.approx(100 * (149 + 199) / 370)
+    assert figures["reused"] == pytest.approx(100 * 249 / 348)
+
+
+def test_layouts_are_read_from_their_names():
+    assert Layout.parse("tp2xpp2") == Layout("tp2xpp2", tp=2, pp=2)
+    assert Layout.parse("tp2xpp2").world_size == 4 and Layout.parse(NOISE).reordered
+    for wrong in ("ep2", "tp", "tp2xtp2", "tp2,pp2"):
+        with pytest.raises(ValueError, match="tp2xpp2"):
+            Layout.parse(wrong)
+
+
+def test_a_curve_is_compared_with_the_noise_and_a_failure_costs_no_other_row():
+    curves = {
+        BASELINE: {"losses": [8.0, 7.0]},
+        NOISE: {"losses": [8.001, 7.003]},
+        "tp2": {"losses": [8.0, 7.005]},
+        "dp2": {"losses": [8.0, 7.1]},
+        "pp2": {"losses": [8.0, math.nan]},
+        "cp2": {"error": "out of memory"},
+    }
+    rows = {row["layout"]: row for row in compare(curves, factor=3.0)}
+    assert [rows[name]["verdict"] for name in curves] == ["baseline", "noise", "same", "different", "failed", "failed"]
+    assert rows["tp2"]["ratio"] == pytest.approx(5 / 3) and rows["dp2"]["largest"] == pytest.approx(0.1)
+    assert len(table(list(rows.values())).splitlines()) == 7
+
+
+def test_every_layout_gets_the_same_pieces_of_text():
+    text = bytes(range(256)) * 4
+    steps = make_steps(text, steps=3, samples=5, length=40)
+    assert steps == make_steps(text, steps=3, samples=5, length=40)
+    assert [len(step) for step in steps] == [5, 5, 5]
+    assert all(10 <= len(piece) <= 40 and piece in text for step in steps for piece in step)
+
+
+def test_a_failing_rank_is_reported_with_its_last_words(tmp_path: Path):
+    script = tmp_path / "case.py"
+    script.write_text(
+        "import argparse, json, pathlib, sys, time\n"
+        "parser = argparse.ArgumentParser()\n"
+        "for name in ('--rank', '--port', '--result', '--fail'):\n    parser.add_argument(name)\n"
+        "args = parser.parse_args()\n"
+        "if args.fail == args.rank:\n    sys.exit('no such layout')\n"
+        "if args.fail:\n    time.sleep(60)\n"
+        "if args.rank == '0':\n    pathlib.Path(args.result).write_text(json.dumps({'losses': [1.0]}))\n"
+    )
+    command = [sys.executable, str(script)]
+    assert run_ranks(command, 2, timeout=30) == {"losses": [1.0]}
+    assert "rank 1 ended with 1:\n    no such layout" in run_ranks([*command, "--fail", "1"], 2, timeout=30)["error"]
+
+
+def test_a_trend_is_a_slope_beyond_its_error_that_matters():
+    slope, error = line_fit([1.0, 2.0, 3.0, 4.0])
+    assert slope == pytest.approx(1.0) and error == pytest.approx(0.0, abs=1e-9)
+    # y = 0, 3, 3, 6 at x = 0..3: slope 9/5, residual sum of squares 1.8, error sqrt(1.8 / 2 / 5)
+    assert line_fit([0.0, 3.0, 3.0, 6.0]) == pytest.approx((1.8, math.sqrt(0.18)))
+    assert trend([0.010 + 0.001 * i for i in range(10)])["has_trend"]
+    assert not trend([0.010, 0.012] * 15)["has_trend"]
+    with pytest.raises(ValueError, match="at least 3 steps"):
+        line_fit([1.0, 2.0])
+
+
+def step(**changes: float) -> dict[str, float]:
+    row = {"step": 1, "rollout/tool_call_rate": 1.0, "rollout/tool_error_rate": 0.0, "rollout/tool_calls_mean": 3.0}
+    row |= {"rollout/tokens_per_second": 9.0, "rollout/cached_token_ratio": 0.9, "train/logprob_abs_diff": 0.01}
+    seconds = {"generate": 60.0, "log_probs": 5.0, "train": 20.0, "sync": 1.0, "offload": 8.0, "idle": 6.0}
+    row |= {f"perf/{name}_seconds": value for name, value in seconds.items()}
+    return row | {"perf/step_seconds": 100.0, **changes}
+
+
+def test_offload_and_idle_are_a_steps_overhead():
+    figures = step_overhead.figures_of([step(**{"perf/step_seconds": 900.0}), step(), step()])
+    assert figures["step_overhead_percent"] == pytest.approx(14.0) and figures["first_step_seconds"] == 900.0
+
+
+def test_a_run_whose_tool_calls_fail_has_no_overhead():
+    with pytest.raises(ValueError, match="sandbox flags"):
+        step_overhead.figures_of([step(), step(**{"rollout/tool_error_rate": 0.5})])
+
+
+def test_the_memory_bound_is_a_file_and_a_layer():
+    # One layer of `tiny`: q 64x64, k and v 32x64, o 64x64, gate, up, down 128x64, norms 64 + 64 + 16 + 16, bf16.
+    layer = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64 + 160)
+    assert convert.memory_bound("tiny", 1000) == 1300 + layer
+
+
+def test_a_random_checkpoint_has_every_tensor_in_files_of_the_asked_size(tmp_path: Path):
+    from megatron_bridge.safetensors_io import SafetensorsCheckpoint
+
+    write_checkpoint(tmp_path, "tiny", shard_bytes=100_000)
+    checkpoint, shapes = SafetensorsCheckpoint(tmp_path), tensor_shapes(model_args("tiny"))
+    assert {name: entry.shape for name, entry in checkpoint.entries.items()} == shapes
+    assert len(checkpoint.files) == len(split_shards(shapes, 100_000)) > 1
+    matrix = checkpoint.read("model.layers.1.mlp.up_proj.weight").float()
+    assert abs(matrix.std().item() - 0.02) < 0.001
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
