@@ -61,7 +61,9 @@ def _adapters(trainer: Any, value_of: Any) -> dict[str, torch.Tensor]:
         for part, axis in layer.lora_axes.items()
     }
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_rank(), own))
+    dist.all_gather_object(
+        everyone, (mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_rank(with_context_parallel=True), own)
+    )
     shards: dict[str, list[torch.Tensor]] = {}
     for _, dp_rank, part in sorted(everyone, key=lambda item: item[:2]):
         for name, (axis, value) in part.items() if dp_rank == 0 else ():
