@@ -240,6 +240,18 @@ def test_adapters_need_the_frozen_weights_and_have_twice_their_rank_as_alpha(run
         checked(args | {"--load": ref})
 
 
+def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = HF_CONFIG | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (Path(str(run_args["--hf-checkpoint"])) / "config.json").write_text(json.dumps(config))
+    args = run_args | {"--lora-rank": "4"}
+    with pytest.raises(
+        ConfigError, match="linear_fc1 linear_fc2: experts take no adapters; use linear_qkv linear_proj"
+    ):
+        checked(args)
+    assert checked(args | {"--lora-target-modules": "linear_qkv linear_proj"}).num_experts == 4
+
+
 def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):
     args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/x", "--load": "/tmp/y"}
     assert checked(args | {"--advantage-estimator": "reinforce_plus_plus"}).critic_save is None
