@@ -1,9 +1,7 @@
 """A throw-away container around the sandbox's attack tests, and what an attacked host looks like afterwards.
 
-`python jail_host.py CASES LEVEL UID` makes mount, process, network and IPC namespaces where the kernel lets
-it, plants secrets,
-becomes UID, runs the cases of a JSON-lines file in one sandbox and prints a JSON object: the failures by
-case.
+`python jail_host.py CASES LEVEL UID` makes mount, process, network and IPC namespaces where the kernel lets it, plants
+secrets, becomes UID, runs the cases of a JSON-lines file in one sandbox and prints a JSON object: the failures by case.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ _MS_BIND, _MS_REC = 4096, 16384
 
 
 def enter_container(uid: int) -> None:
-    """Own namespaces; the interpreter and the checkout stay reachable for `uid` although a home may be
-    closed to it."""
+    """Own namespaces; the interpreter and the checkout stay reachable for `uid` although a home may be closed to it."""
     root = os.geteuid() == 0
     ids = os.getuid(), os.getgid()
     flags = namespaces.NEWNS | namespaces.NEWPID | namespaces.NEWNET | namespaces.NEWIPC

@@ -1,5 +1,4 @@
-"""Hostile code fails at every layer, as root and as an ordinary user, and each layer stops something of its
-own.
+"""Hostile code fails at every layer, as root and as an ordinary user, and each layer stops something of its own.
 
 The attacks run in a throw-away container (`jail_host`), where secrets are planted and listeners wait.
 """

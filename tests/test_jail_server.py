@@ -1,5 +1,4 @@
-"""The HTTP server speaks SandboxFusion's `/run_code`, and the client gives the same results as the jail
-itself."""
+"""The HTTP server speaks SandboxFusion's `/run_code`, and the client gives the same results as the jail itself."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
         await session.run("x = 3")
         await session.run("x ** 2")
 
-Imports neither torch nor any other part of the training stack. docs/sandbox.md has the layers and their
-limits.
+Imports neither torch nor any other part of the training stack. docs/sandbox.md has the layers and their limits.
 """
 
 from slime_retool.sandbox.policy import Result, SandboxPolicy, SandboxUnavailable, Status

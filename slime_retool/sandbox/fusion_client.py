@@ -1,5 +1,4 @@
-"""`run` against a SandboxFusion deployment, or `slime_retool.sandbox.server`, instead of a jail on this
-machine."""
+"""`run` against a SandboxFusion deployment, or `slime_retool.sandbox.server`, instead of a jail on this machine."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class FusionSandbox:
         files: Mapping[str, bytes] | None = None,
         fetch_files: tuple[str, ...] = (),
     ) -> Result:
-        """As `Sandbox.run`: the protocol knows neither seed nor echo, so they travel with the code (see
-        `_wrapped`)."""
+        """As `Sandbox.run`: the protocol knows neither seed nor echo, so they travel with the code (see `_wrapped`)."""
         assert self._http is not None, "enter the sandbox with `async with` before running code"
         limit = self.policy.timeout if timeout is None else timeout
         nonce = secrets.token_hex(16)
@@ -105,8 +103,7 @@ print({nonce!r} + json.dumps([outcome.error, outcome.limit, outcome.result]), fi
 
 
 def _wrapped(code: str, seed: int | None, nonce: str, policy: SandboxPolicy) -> str:
-    """A program that gives `code` the semantics it has in the jail and reports its end after `nonce` on
-    stderr."""
+    """A program that gives `code` the semantics it has in the jail and reports its end after `nonce` on stderr."""
     return _PROGRAM.format(
         semantics=_SEMANTICS,
         code=code,
@@ -122,8 +119,8 @@ def _outage(why: str, waited: float) -> Result:
 
 
 def from_response(body: Mapping[str, Any], nonce: str, waited: float, limit: float) -> Result:
-    """A SandboxFusion response as a `Result`. `Failed` says that the program failed, `SandboxError` that the
-    sandbox did."""
+    """A SandboxFusion response as a `Result`. `Failed` says that the program failed, `SandboxError` that the sandbox
+    did."""
     run = body.get("run_result")
     if body["status"] == "SandboxError" or run is None or run["status"] == "Error":
         return _outage(body.get("message") or "the server could not run the program and gave no reason", waited)

@@ -36,16 +36,13 @@ class SandboxPolicy:
     """Limits of a sandbox and of every call in it. Raises ConfigError on values that cannot work."""
 
     isolation: str = "namespaces"
-    """`namespaces`: own user, process, mount, network, IPC and host-name namespaces with a minimal read-only
-    root,
-    Landlock, a system call filter, no capabilities, resource limits. `landlock`: all but the namespaces, for
-    containers that refuse them. `none`: a clean child process with resource limits; it protects against
-    mistakes and is
-    NOT a security boundary: the code can read what its user can read and use the network. A level is never
-    replaced by a weaker one."""
+    """`namespaces`: own user, process, mount, network, IPC and host-name namespaces with a minimal read-only root,
+    Landlock, a system call filter, no capabilities, resource limits. `landlock`: all but the namespaces, for containers
+    that refuse them. `none`: a clean child process with resource limits; it protects against mistakes and is NOT a
+    security boundary: the code can read what its user can read and use the network. A level is never replaced by a
+    weaker one."""
     packages: tuple[str, ...] = ("numpy", "sympy")
-    """Distributions that the code can import, with what they require; nothing else of the environment is
-    there.
+    """Distributions that the code can import, with what they require; nothing else of the environment is there.
     Preloaded, so an import costs nothing. Not at level `none`, which sees all."""
     timeout: float = 10.0
     """Seconds of wall time for one call unless `run` says otherwise, from start of execution."""
@@ -75,9 +72,8 @@ class SandboxPolicy:
     uid: int = 65_534
     """Ordinary user to become when started by root."""
     max_processes: int = 4096
-    """RLIMIT_NPROC, only at level `none` (elsewhere a call is one process). The kernel counts all processes
-    and
-    threads of the user, not of the call, and does not count for root."""
+    """RLIMIT_NPROC, only at level `none` (elsewhere a call is one process). The kernel counts all processes and threads
+    of the user, not of the call, and does not count for root."""
     startup_timeout: float = 60.0
     """Seconds the interpreter may take to start; beyond that the machine is out of order (`unavailable`)."""
 
@@ -107,8 +103,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one call did. Text is valid Unicode but otherwise as the code wrote it: see
-    `tool_use.observation`."""
+    """What one call did. Text is valid Unicode but otherwise as the code wrote it: see `tool_use.observation`."""
 
     status: Status
     stdout: str = ""
@@ -128,8 +123,7 @@ class Result:
     truncated: bool = False
     """Output was longer than kept."""
     limit: str | None = None
-    """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files` or
-    `output` (which
+    """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files` or `output` (which
     alone does not stop a call)."""
     exit_code: int | None = None
     """Of a process that ended without raising, by `os._exit`; None otherwise."""

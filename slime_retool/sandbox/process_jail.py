@@ -1,11 +1,9 @@
-"""Isolation level `none`: each call is a supervisor process (`jail/supervisor.py`) and, below it, the code's
-own process.
+"""Isolation level `none`: each call is a supervisor process (`jail/supervisor.py`) and, below it, the code's own
+process.
 
-The supervisor keeps time, reads output with a bound, ends every descendant and answers with one JSON
-document, so
-that floods, floods of children and large replies cost the event loop here nothing. See
-`SandboxPolicy.isolation`
-for what this level does not protect against.
+The supervisor keeps time, reads output with a bound, ends every descendant and answers with one JSON document, so that
+floods, floods of children and large replies cost the event loop here nothing. See `SandboxPolicy.isolation` for what
+this level does not protect against.
 """
 
 from __future__ import annotations
@@ -61,8 +59,7 @@ class ProcessJail:
             self._root = None
 
     async def execute(self, call: Call) -> Result:
-        """Run one call to its end; cancelling kills it with all its descendants before CancelledError goes
-        on."""
+        """Run one call to its end; cancelling kills it with all its descendants before CancelledError goes on."""
         if call.stdin is not None or call.files or call.fetch_files or call.memory_mb is not None:
             raise ConfigError("stdin, files and memory_mb of a call need sandbox isolation 'namespaces' or 'landlock'")
         task = asyncio.ensure_future(self._take_turn(call))
@@ -149,8 +146,7 @@ class ProcessJail:
 
 
 async def _within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
-    """Whether `work` ended in time. (`asyncio.wait_for` of Python 3.11 and older can swallow a
-    cancellation.)"""
+    """Whether `work` ended in time. (`asyncio.wait_for` of Python 3.11 and older can swallow a cancellation.)"""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)

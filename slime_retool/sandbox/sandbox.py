@@ -1,5 +1,4 @@
-"""The sandbox as callers see it: a bounded number of calls at once, one `Result` each, at one isolation
-level."""
+"""The sandbox as callers see it: a bounded number of calls at once, one `Result` each, at one isolation level."""
 
 from __future__ import annotations
 
@@ -26,9 +25,8 @@ _NO_ISOLATION = (
 class Sandbox:
     """Runs snippets of Python, each in a fresh process, or cells of sessions whose variables persist.
 
-    `run` never raises for what the code does or for an outage (status `unavailable`). Leaving the `async
-    with`
-    block ends calls still running and removes every file they left.
+    `run` never raises for what the code does or for an outage (status `unavailable`). Leaving the `async with` block
+    ends calls still running and removes every file they left.
     """
 
     def __init__(self, policy: SandboxPolicy | None = None, *, _without: frozenset[str] = frozenset()) -> None:
@@ -63,13 +61,10 @@ class Sandbox:
     ) -> Result:
         """Run `code` as a script; a bare last expression is echoed in `Result.result`.
 
-        `timeout`: seconds of wall time from start of execution (default: the policy's). `seed`: for the
-        generators
-        of `random` and, where it is loaded, numpy. `stdin`: what `input` and standard input give (default:
-        closed).
-        `files`: put into the working folder before; `fetch_files`: read from it afterwards. `memory_mb`:
-        lower than
-        the policy's. Cancelling the caller ends the call.
+        `timeout`: seconds of wall time from start of execution (default: the policy's). `seed`: for the generators of
+        `random` and, where it is loaded, numpy. `stdin`: what `input` and standard input give (default: closed).
+        `files`: put into the working folder before; `fetch_files`: read from it afterwards. `memory_mb`: lower than the
+        policy's. Cancelling the caller ends the call.
         """
         call = self._call(code, timeout, seed, stdin, files, fetch_files, memory_mb)
         return await self._jail.execute(call)
@@ -102,13 +97,10 @@ class Sandbox:
 
 
 class Session:
-    """Cells that share variables, one at a time and in the order of the calls; between cells the process is
-    stopped.
+    """Cells that share variables, one at a time and in the order of the calls; between cells the process is stopped.
 
-    A cell that is killed (time, memory, a crash) takes the variables with it: its error says so and the next
-    cell starts
-    afresh. A session that the sandbox itself lost (expired, evicted, an outage) is `unavailable` until
-    closed.
+    A cell that is killed (time, memory, a crash) takes the variables with it: its error says so and the next cell
+    starts afresh. A session that the sandbox itself lost (expired, evicted, an outage) is `unavailable` until closed.
     """
 
     def __init__(self, box: Sandbox, jail: Jail, name: str) -> None:

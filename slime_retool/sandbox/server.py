@@ -1,9 +1,7 @@
 """An HTTP server that speaks SandboxFusion's `/run_code`, over a jail: `slime-retool sandbox serve`.
 
-Request: `code, language, compile_timeout, run_timeout, memory_limit_MB, stdin, files, fetch_files` (files as
-base64 by
-path). Response: `status, message, compile_result, run_result {status, execution_time, return_code, stdout,
-stderr},
+Request: `code, language, compile_timeout, run_timeout, memory_limit_MB, stdin, files, fetch_files` (files as base64 by
+path). Response: `status, message, compile_result, run_result {status, execution_time, return_code, stdout, stderr},
 executor_pod_name, files`. Python only. There is no authentication: bind it to a loopback or private address.
 """
 
@@ -115,8 +113,7 @@ _RUN_STATUS = {Status.TIMEOUT: "TimeLimitExceeded", Status.UNAVAILABLE: "Error"}
 
 
 def to_response(result: Result) -> dict[str, Any]:
-    """The SandboxFusion response. `Failed` means that the program failed, `SandboxError` that the sandbox
-    did."""
+    """The SandboxFusion response. `Failed` means that the program failed, `SandboxError` that the sandbox did."""
     status = {Status.OK: "Success", Status.UNAVAILABLE: "SandboxError"}.get(result.status, "Failed")
     stdout = result.stdout + (f"{result.result}\n" if result.result is not None else "")
     error = f"{result.error}\n" if result.error else ""

@@ -1,5 +1,4 @@
-"""The levels `namespaces` and `landlock` behind `Sandbox`: keeps a broker running and turns answers into
-results."""
+"""The levels `namespaces` and `landlock` behind `Sandbox`: keeps a broker running and turns answers into results."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from slime_retool.sandbox.policy import Call, Result, SandboxPolicy, SandboxUnav
 
 
 class Jail:
-    """`open` before the first call, `close` after the last. A broker that ended is replaced at the next
-    call."""
+    """`open` before the first call, `close` after the last. A broker that ended is replaced at the next call."""
 
     def __init__(self, policy: SandboxPolicy, off: frozenset[str] = frozenset()) -> None:
         self._policy, self._off = policy, off

@@ -1,8 +1,6 @@
-"""Entry point of the sandbox's own processes: `python -I -S boot.py broker|zygote <control fd>`, or
-`supervisor`.
+"""Entry point of the sandbox's own processes: `python -I -S boot.py broker|zygote <control fd>`, or `supervisor`.
 
-Registers this folder as a package of its own, so that the parent packages (asyncio and more) are not
-imported.
+Registers this folder as a package of its own, so that the parent packages (asyncio and more) are not imported.
 """
 
 import os

@@ -50,8 +50,7 @@ _ADVICE["mount namespace"] = _ADVICE["user and other namespaces"]
 
 
 def _environment(private_root: bool) -> dict[str, str]:
-    """All the variables that the code can see; none is the caller's, but for two that let libraries load at
-    all."""
+    """All the variables that the code can see; none is the caller's, but for two that let libraries load at all."""
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "OPENBLAS_CORETYPE") if name in os.environ}
     work = {"HOME": "/sandbox/work", "TMPDIR": "/sandbox/work"} if private_root else {}
@@ -78,8 +77,7 @@ def _preloads(entries: dict[str, str], names: tuple[str, ...]) -> list[str]:
 
 
 class JailClient(asyncio.Protocol):
-    """Starts a broker and talks to it. `off`: layers to leave out, for tests that show what each one
-    stops."""
+    """Starts a broker and talks to it. `off`: layers to leave out, for tests that show what each one stops."""
 
     def __init__(self, policy: SandboxPolicy, off: frozenset[str] = frozenset()) -> None:
         self._policy, self._off = policy, off

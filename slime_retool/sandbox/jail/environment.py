@@ -1,8 +1,7 @@
-"""What the code can import: the interpreter's standard library and chosen packages, nothing else of the
-environment.
+"""What the code can import: the interpreter's standard library and chosen packages, nothing else of the environment.
 
-Two views: `package_folders` runs in the caller's environment and finds the packages by their metadata;
-`host_paths` runs in the zygote's bare interpreter and names what it needs of the system.
+Two views: `package_folders` runs in the caller's environment and finds the packages by their metadata; `host_paths`
+runs in the zygote's bare interpreter and names what it needs of the system.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 def package_folders(names: tuple[str, ...]) -> dict[str, str]:
-    """Import path entries (`numpy`, `numpy.libs`, `six.py`) -> real paths, of distributions and what they
-    require.
+    """Import path entries (`numpy`, `numpy.libs`, `six.py`) -> real paths, of distributions and what they require.
 
     Raises LookupError naming a distribution that is not installed.
     """
@@ -54,8 +52,7 @@ def package_folders(names: tuple[str, ...]) -> dict[str, str]:
 
 @dataclass
 class HostPaths:
-    """Real paths that the interpreter needs, folders to hide below them, and top-level links of the host's
-    root."""
+    """Real paths that the interpreter needs, folders to hide below them, and top-level links of the host's root."""
 
     readable: list[str]
     hidden: list[str]
@@ -63,8 +60,7 @@ class HostPaths:
 
 
 def host_paths() -> HostPaths:
-    """For the running interpreter, which must have been started as `python -I -S`: its path is the standard
-    library."""
+    """For the running interpreter, which must have been started as `python -I -S`: its path is the standard library."""
     wanted = [os.path.realpath(path) for path in sys.path if os.path.isdir(path)]
     wanted += _library_folders() + _prefix_libraries()
     wanted += [path for path in ("/usr/share/zoneinfo", "/etc/ld.so.cache", *DEVICES) if os.path.exists(path)]
@@ -77,8 +73,7 @@ def host_paths() -> HostPaths:
 
 
 def _library_folders() -> list[str]:
-    """Where the system keeps shared libraries: multiarch folders, lib64, else /usr/lib and /lib
-    themselves."""
+    """Where the system keeps shared libraries: multiarch folders, lib64, else /usr/lib and /lib themselves."""
     multiarch = sysconfig.get_config_var("MULTIARCH")
     folders = [f"{top}/{multiarch}" for top in ("/usr/lib", "/lib") if multiarch] + ["/usr/lib64", "/lib64"]
     found = list(dict.fromkeys(os.path.realpath(folder) for folder in folders if os.path.isdir(folder)))

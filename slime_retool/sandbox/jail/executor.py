@@ -140,8 +140,7 @@ def _read_files(names: list[str]) -> dict[str, str]:
 
 
 class Executor:
-    """Made and rehearsed in the zygote, so that its objects, its specialised bytecode and its caches are
-    shared by all
+    """Made and rehearsed in the zygote, so that its objects, its specialised bytecode and its caches are shared by all
     children, where each would otherwise write its own copy of those pages; served in a child."""
 
     def __init__(self, output_limit: int, memory_mb: int) -> None:

@@ -77,11 +77,10 @@ def make_private() -> None:
 
 
 def build_root(binds: list[tuple[str, str]], masked: list[str], links: list[tuple[str, str]]) -> str:
-    """A root on a new tmpfs: `binds` (source, path inside) read-only, `masked` folders empty, `links` (path,
-    target).
+    """A root on a new tmpfs: `binds` (source, path inside) read-only, `masked` folders empty, `links` (path, target).
 
-    Returns where it is mounted. No file of the host is created or changed: the tmpfs covers a folder that
-    exists on every system, in this mount namespace only.
+    Returns where it is mounted. No file of the host is created or changed: the tmpfs covers a folder that exists on
+    every system, in this mount namespace only.
     """
     root = _mount_point([source for source, _ in binds])
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID, "size=1m,mode=755")

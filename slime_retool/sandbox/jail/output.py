@@ -1,5 +1,4 @@
-"""Output files of a child: memory files that it writes, of bounded size, and that we read after it has
-stopped."""
+"""Output files of a child: memory files that it writes, of bounded size, and that we read after it has stopped."""
 
 from __future__ import annotations
 
@@ -13,10 +12,9 @@ def create(name: str) -> int:
 def take(fd: int, limit: int, written: int | None) -> tuple[str, bool]:
     """(text, truncated) of what was written, then empties the file.
 
-    `executor._RingWriter` keeps the first half of `limit` bytes and a ring of the last half; the file's
-    offset, shared
-    with us, is the ring's seam. Code that writes to the descriptor itself just makes the file longer.
-    written: bytes in all, as far as the child could tell.
+    `executor._RingWriter` keeps the first half of `limit` bytes and a ring of the last half; the file's offset, shared
+    with us, is the ring's seam. Code that writes to the descriptor itself just makes the file longer. written: bytes in
+    all, as far as the child could tell.
     """
     try:
         size, position = os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_CUR)

@@ -1,10 +1,8 @@
 """Two classic-BPF system call filters, deny by default.
 
-Stage 1 is put on the zygote and inherited: what Python, numpy and sympy need, and what the zygote needs to
-set up a
-child. Stage 2 is put on each child as its last step and takes the zygote's part away again. It is small,
-since it
-is installed once a call.
+Stage 1 is put on the zygote and inherited: what Python, numpy and sympy need, and what the zygote needs to set up a
+child. Stage 2 is put on each child as its last step and takes the zygote's part away again. It is small, since it is
+installed once a call.
 """
 
 from __future__ import annotations

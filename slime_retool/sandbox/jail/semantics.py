@@ -1,8 +1,6 @@
-"""What running a snippet means, at every isolation level: a module `__main__`, a notebook's echo, a clean
-traceback.
+"""What running a snippet means, at every isolation level: a module `__main__`, a notebook's echo, a clean traceback.
 
-Functions are bound at import, before any code runs, so that code which replaces them (in `builtins`,
-`traceback`, ...)
+Functions are bound at import, before any code runs, so that code which replaces them (in `builtins`, `traceback`, ...)
 breaks itself and not its report. Standard library only.
 """
 

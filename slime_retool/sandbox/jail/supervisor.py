@@ -1,11 +1,10 @@
 """Runs one snippet: a supervisor process, and below it the process that executes the code.
 
-Started as `python -I -S boot.py supervisor` by `process_jail`; standard library only. It reads one JSON
-request line from
-stdin, prints `STARTED` once the code's process exists, then the fields of `policy.Result` as JSON.
+Started as `python -I -S boot.py supervisor` by `process_jail`; standard library only. It reads one JSON request line
+from stdin, prints `STARTED` once the code's process exists, then the fields of `policy.Result` as JSON.
 
-The end of stdin means that our owner is gone: everything is killed. Descendants that leave the code's
-session are found all the same, for the supervisor is the subreaper to which orphans return.
+The end of stdin means that our owner is gone: everything is killed. Descendants that leave the code's session are found
+all the same, for the supervisor is the subreaper to which orphans return.
 """
 
 from __future__ import annotations
@@ -182,8 +181,8 @@ def read_some(stream: HeadTail, fd: int) -> bool:
 def kill_descendants(pid: int) -> int | None:
     """SIGKILL and reap every descendant; returns the wait status of `pid`.
 
-    The group goes first, at once. What left the group becomes our child when its parent dies, so killing all
-    children until there are none reaches every generation.
+    The group goes first, at once. What left the group becomes our child when its parent dies, so killing all children
+    until there are none reaches every generation.
     """
     status = None
     deadline = time.monotonic() + _KILL_SECONDS

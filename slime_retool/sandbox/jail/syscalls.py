@@ -103,10 +103,10 @@ _without_handlers = ctypes.PyDLL(None)
 
 
 def raw_fork() -> int:
-    """fork(2) without Python's fork handlers (`threading`, `random`, `logging`, ...), which touch and so
-    copy many pages.
+    """fork(2) without Python's fork handlers (`threading`, `random`, `logging`, ...), which touch and so copy many
+    pages.
 
-    Sound only in a process that has one thread and holds the interpreter's lock, as the zygote does: thread
-    identities and locks then mean the same in the child.
+    Sound only in a process that has one thread and holds the interpreter's lock, as the zygote does: thread identities
+    and locks then mean the same in the child.
     """
     return check(_without_handlers.fork(), "fork")

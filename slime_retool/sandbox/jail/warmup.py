@@ -1,8 +1,8 @@
 """Typical numpy and sympy work, done in the zygote: a first `solve` costs tens of milliseconds, a later one two.
 
 Each kind of work is done with several numbers, so that the interpreter has specialised the bytecode and sympy has been
-through its branches (rational, irrational and complex roots, say), not only through its caches.
-Only packages that are there are warmed. Nothing here affects results: sympy's caches are keyed by value.
+through its branches (rational, irrational and complex roots, say), not only through its caches. Only packages that are
+there are warmed. Nothing here affects results: sympy's caches are keyed by value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The zygote: shuts itself in, imports the packages, then forks one locked-down child per request.
 
-It never holds code or results. Its control socket (SOCK_SEQPACKET) carries one JSON configuration in and one
-answer
+It never holds code or results. Its control socket (SOCK_SEQPACKET) carries one JSON configuration in and one answer
 out, then `<I` tag with three descriptors per fork in; and out `F` tag with a pidfd, `X` tag status usage.
 """
 
@@ -53,8 +52,7 @@ LAYERS = (
     "rlimits",
     "freeze",
 )
-"""All layers by name; tests switch one off to see what it stops. `freeze` and `environment` are the
-broker's."""
+"""All layers by name; tests switch one off to see what it stops. `freeze` and `environment` are the broker's."""
 
 _NICE = 5
 _STACK = 8 << 20
@@ -195,8 +193,7 @@ class Zygote:
         return namespaces.build_root(binds, self.paths.hidden, links)
 
     def _become_ordinary_user(self) -> None:
-        """Without namespaces, root drops to an ordinary user if that one can read the interpreter and the
-        packages."""
+        """Without namespaces, root drops to an ordinary user if that one can read the interpreter and the packages."""
         uid = self.config["uid"]
         needed = [*self.paths.readable, *self.config["packages"].values(), self.config["package_links"]]
         if _readable_as(uid, needed):
@@ -236,8 +233,7 @@ class Zygote:
     # Forking.
 
     def serve(self) -> None:
-        """Until the control socket closes, by the broker or its end; then end and reap what was forked
-        here."""
+        """Until the control socket closes, by the broker or its end; then end and reap what was forked here."""
         try:
             with contextlib.suppress(ConnectionError):
                 self._serve()
