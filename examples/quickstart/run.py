@@ -179,7 +179,7 @@ class Quickstart:
         rl = read_metrics(self.out / "rl" / "metrics.jsonl")
         evaluations = [row for row in base[-1:] + rl if "eval/held_out/accuracy" in row]
         picked = dict(zip(STAGES, (evaluations[0], evaluations[1], evaluations[-1]), strict=True))
-        inside_rl = sum(row.get("time/eval_s", 0.0) for row in rl)
+        inside_rl = sum(row.get("perf/eval_seconds", 0.0) for row in rl)
         differences = [row["train/logprob_abs_diff"] for row in rl if "train/logprob_abs_diff" in row]
         summary = {
             "seed": self.seed,
