@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_bridge.checkpoint import checkpoint_name, resolve_checkpoint_dir, write_latest
+from megatron_bridge.checkpoint import checkpoint_name, write_latest
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.layout import from_hf, hf_shapes, megatron_shape, to_hf
+from megatron_bridge.lora_checkpoint import MergedReader, open_weights
 from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, required
 from megatron_bridge.names import EMBEDDING, OUTPUT_LAYER, find_parameter, hf_names, megatron_names
 from megatron_bridge.read_ahead import ReadAhead
@@ -75,12 +76,14 @@ def convert_torch_dist_to_hf(
     output_dir: str | Path,
     origin_hf_dir: str | Path,
     *,
+    base_dir: str | Path | None = None,
     force: bool = False,
     progress: bool = True,
 ) -> None:
     """Write an HF checkpoint of the torch_dist weights, with the files, keys, shapes and dtypes of the original.
 
-    Reads a converter's or a trainer's checkpoint (optimizer states are ignored) that any layout wrote.
+    Reads a converter's or a trainer's checkpoint (optimizer states are ignored) that any layout wrote. LoRA adapters
+    are merged into the weights of their base, which `base_dir` names where it is no longer where the run had it.
     Raises ValueError for weights that do not belong to the original's config.json, and for an existing non-empty
     `output_dir` without `force`.
     """
@@ -89,7 +92,7 @@ def convert_torch_dist_to_hf(
     hf = SafetensorsCheckpoint(origin)
     names = megatron_names(model)
     _check_hf_tensors(hf, model, names)
-    reader = TorchDistReader(resolve_checkpoint_dir(input_dir))
+    reader = open_weights(input_dir, base_dir)
     _check_torch_dist(reader, model, names)
     sources = {hf_name: name for name in names for hf_name in hf_names(*find_parameter(name, model))}
     sources.setdefault(OUTPUT_LAYER.hf[0], EMBEDDING.megatron)  # a tied checkpoint may hold the head as well
@@ -186,7 +189,7 @@ def _check_hf_tensors(hf: SafetensorsCheckpoint, model: ModelArgs, names: list[s
         raise ValueError(f"{hf.directory} has tensors that no parameter takes: {', '.join(extra[:3])} ({len(extra)})")
 
 
-def _check_torch_dist(reader: TorchDistReader, model: ModelArgs, names: list[str]) -> None:
+def _check_torch_dist(reader: TorchDistReader | MergedReader, model: ModelArgs, names: list[str]) -> None:
     """The checkpoint holds this model, or ValueError."""
     if reader.num_layers() != model.num_layers:
         raise ValueError(

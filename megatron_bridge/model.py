@@ -285,6 +285,17 @@ def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int, parallel_output
     gpt.output_layer.register_forward_hook(mask)
 
 
+def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A CPU tensor on `device`, without waiting for what runs there.
+
+    A copy from pageable memory would first wait for everything queued before it, and the GPU would then wait for the
+    host at every micro-batch.
+    """
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def packed_seq_params(  # type: ignore[no-untyped-def]
     lengths: Sequence[int], device: torch.device | str | None = None, *, cp: int = 1, cp_rank: int = 0
 ):
@@ -300,7 +311,7 @@ def packed_seq_params(  # type: ignore[no-untyped-def]
 
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     if device is not None:
-        ends = ends.to(device)
+        ends = send(ends, device)
     longest = max(lengths)
     fields = dict(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     if cp == 1:

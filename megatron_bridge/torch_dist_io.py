@@ -196,6 +196,14 @@ class TorchDistReader:
     def has(self, key: str) -> bool:
         return key in self.metadata.state_dict_metadata
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a parameter of this global name."""
+        try:
+            self.find(name)
+        except ValueError:
+            return False
+        return True
+
     def num_layers(self) -> int:
         """Number of layers that the checkpoint holds."""
         for key, stored in self.metadata.state_dict_metadata.items():

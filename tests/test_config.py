@@ -185,6 +185,13 @@ BAD = {
         {"--distill-coef": "1", "--teacher-url": "http://127.0.0.1:9", "--rollout-temperature": "0.7"},
         "--rollout-temperature must be 1, got 0.7",
     ),
+    "adapters without a rank": ({"--lora-alpha": "8"}, "only --lora-rank makes"),
+    "adapters of rank 0": ({"--lora-rank": "0"}, "--lora-rank must be between 1 and the hidden size 64, got 0"),
+    "adapters that count nothing": ({"--lora-rank": "4", "--lora-alpha": "0"}, "--lora-alpha must be above 0"),
+    "two adapters on one layer": (
+        {"--lora-rank": "4", "--lora-target-modules": "linear_qkv linear_qkv"},
+        "names one twice",
+    ),
     "a critic without ppo": ({"--critic-lr": "1e-5"}, "only --advantage-estimator ppo has"),
     "a critic in the actor's folder": (
         {"--advantage-estimator": "ppo", "--save": "/tmp/a", "--critic-save": "/tmp/a"},
@@ -221,6 +228,28 @@ def test_mistakes_are_refused_in_one_line(case: str, run_args):
         checked(run_args | changes)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_adapters_need_the_frozen_weights_and_have_twice_their_rank_as_alpha(run_args):
+    args = run_args | {"--lora-rank": "4", "--lora-target-modules": "linear_qkv"}
+    lora = checked(args).lora
+    assert lora is not None and (lora.rank, lora.alpha, lora.targets) == (4, 8.0, ("linear_qkv",))
+    assert lora.base == run_args["--ref-load"] and checked(run_args).lora is None
+    ref = args.pop("--ref-load")
+    with pytest.raises(ConfigError, match="--lora-rank needs the frozen weights.*add --ref-load DIR"):
+        checked(args | {"--load": ref})
+
+
+def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = HF_CONFIG | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (Path(str(run_args["--hf-checkpoint"])) / "config.json").write_text(json.dumps(config))
+    args = run_args | {"--lora-rank": "4"}
+    with pytest.raises(
+        ConfigError, match="linear_fc1 linear_fc2: experts take no adapters; use linear_qkv linear_proj"
+    ):
+        checked(args)
+    assert checked(args | {"--lora-target-modules": "linear_qkv linear_proj"}).num_experts == 4
 
 
 def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):

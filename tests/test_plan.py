@@ -76,6 +76,22 @@ def test_full_recomputation_and_more_ranks_need_less_memory():
     assert trainer_memory(two, 2000).total < 0.55 * trainer_memory(dense, 2000).total
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_adapters_are_all_that_has_gradients_and_optimizer_state(tp):
+    """PEFT's count for rank 16 on all linear layers of Qwen3-4B is 33,030,144; A of the fused layers is shared here."""
+    config = config_of("qwen3-4B", lora_rank=16, actor_num_gpus_per_node=tp, tensor_model_parallel_size=tp)
+    ends = {"q": (2560, 4096), "kv": (2560, 2048), "o": (4096, 2560), "gate, up": (2560, 19456), "down": (9728, 2560)}
+    in_peft = 16 * (sum(a + b for a, b in ends.values()) + 2 * 2560)  # one A each for k and v, gate and up
+    assert 36 * in_peft == 33_030_144
+    split = 36 * 16 * (4096 + 2048 + 4096 + 19456 + 9728)
+    whole = 36 * 16 * 4 * 2560
+    memory = trainer_memory(config, 2000)
+    assert memory.gradients == 4 * (whole + split // tp)
+    assert memory.optimizer == 12 * (whole + split // tp)
+    full = trainer_memory(config_of("qwen3-4B"), 2000)
+    assert 0 < trainer_memory(config, 2000).weights * tp - full.weights < 0.02 * full.weights
+
+
 def test_pipeline_stages_keep_one_micro_batch_for_each_stage_behind_them():
     config = config_of(
         "qwen3-8B", actor_num_gpus_per_node=4, pipeline_model_parallel_size=4, debug_train_only=True,

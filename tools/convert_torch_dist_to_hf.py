@@ -3,7 +3,8 @@
     python tools/convert_torch_dist_to_hf.py --input-dir TD --output-dir OUT --origin-hf-dir HF
 
 TD is a converted or a trained checkpoint of any parallel layout: its root (the latest one is taken) or one
-`iter_...` directory. OUT gets the same files, keys, shapes and dtypes as HF, with the weights of TD.
+`iter_...` directory. OUT gets the same files, keys, shapes and dtypes as HF, with the weights of TD. LoRA adapters are
+merged into the weights that they were trained on, or with --peft written alone, as PEFT (and SGLang, vLLM) load them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ class ConvertArgs:
     origin_hf_dir: str | None = flag(
         None, metavar="DIR", help="Hugging Face checkpoint that gives config, tokenizer and layout of the files."
     )
+    base_dir: str | None = flag(
+        None,
+        metavar="DIR",
+        help="torch_dist checkpoint under LoRA adapters, where it is no longer the run's --ref-load.",
+    )
+    peft: bool = flag(False, help="Write only the LoRA adapters, in PEFT's format, for the weights in --origin-hf-dir.")
     force: bool = flag(False, help="Replace the directory when it is there already.")
 
 
@@ -37,10 +44,19 @@ def main() -> None:
     if args.input_dir is None or args.output_dir is None or args.origin_hf_dir is None:
         parser.error("--input-dir, --output-dir and --origin-hf-dir are all needed")
 
+    if args.peft and args.base_dir is not None:
+        parser.error("--peft leaves the base's weights out: drop --base-dir")
+
     from megatron_bridge.convert import convert_torch_dist_to_hf
+    from megatron_bridge.peft_export import export_peft
 
     try:
-        convert_torch_dist_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, force=args.force)
+        if args.peft:
+            export_peft(args.input_dir, args.output_dir, args.origin_hf_dir, force=args.force)
+        else:
+            convert_torch_dist_to_hf(
+                args.input_dir, args.output_dir, args.origin_hf_dir, base_dir=args.base_dir, force=args.force
+            )
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(f"wrote {args.output_dir}")

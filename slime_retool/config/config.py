@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_bridge import flags
+from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs
 from slime_retool.config import groups
 from slime_retool.data.mixture import DataSet, parse_data_sets
@@ -20,6 +22,7 @@ class Config(
     groups.PerfArgs,
     groups.BatchArgs,
     groups.OptimizerArgs,
+    groups.LoraArgs,
     groups.CriticArgs,
     groups.AlgoArgs,
     groups.EvalArgs,
@@ -55,6 +58,15 @@ class Config(
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.model_parallel_size
+
+    @property
+    def lora(self) -> LoraSpec | None:
+        """The actor's adapters; None when all weights are trained."""
+        if self.lora_rank is None:
+            return None
+        alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        base = None if self.ref_load is None else os.path.abspath(self.ref_load)
+        return LoraSpec(self.lora_rank, alpha, tuple(self.lora_target_modules), base)
 
     @property
     def uses_critic(self) -> bool:

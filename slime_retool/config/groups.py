@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_bridge.flags import flag
+from megatron_bridge.lora_spec import TARGET_MODULES
 
 
 @dataclass
@@ -316,6 +317,21 @@ class CriticArgs:
     critic_lr_warmup_iters: int = flag(0, help="The critic's optimizer steps of linear warm-up.")
     num_critic_only_steps: int = flag(0, help="First rollouts in which only the critic is trained.")
     value_clip: float = flag(0.2, help="Keep values this close to their old ones in the critic's loss (0: never).")
+
+
+@dataclass
+class LoraArgs:
+    """LoRA: train low-rank adapters of frozen weights (docs/algorithms.md)."""
+
+    lora_rank: int | None = flag(
+        None, help="Rank of the adapters of the actor's linear layers; without it all weights are trained."
+    )
+    lora_alpha: float | None = flag(
+        None, help="An adapter's output counts alpha / rank times (default: twice the rank)."
+    )
+    lora_target_modules: list[str] = flag(
+        list(TARGET_MODULES), nargs="+", choices=tuple(TARGET_MODULES), help="Linear layers that get an adapter."
+    )
 
 
 @dataclass

@@ -12,9 +12,10 @@ import os
 from pathlib import Path
 
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
-from megatron_bridge.model_config import ModelArgs, nearest_divisor
+from megatron_bridge.lora_spec import TARGET_MODULES
+from megatron_bridge.model_config import ModelArgs, nearest_divisor, required
 from slime_retool.config.config import Config
-from slime_retool.config.groups import CriticArgs
+from slime_retool.config.groups import CriticArgs, LoraArgs
 from slime_retool.config.parallel import check_parallel, check_world_size
 from slime_retool.data.readers import split_slice
 from slime_retool.errors import ConfigError
@@ -37,6 +38,7 @@ def validate(config: Config) -> None:
     _check_batches(config)
     _check_algorithm(config)
     _check_checkpoints(config)
+    _check_lora(config)
     _check_optimizer(config)
     _check_precision(config)
     _check_engines(config)
@@ -402,6 +404,38 @@ def _check_checkpoints(config: Config) -> None:
             not (os.path.isdir(config.save_hf) and os.listdir(config.save_hf)),
             f"--save-hf: the folder {config.save_hf} is not empty; name a new one",
         )
+
+
+def _check_lora(config: Config) -> None:
+    if config.lora_rank is None:
+        defaults = LoraArgs()
+        for flag, value, default in (
+            ("--lora-alpha", config.lora_alpha, defaults.lora_alpha),
+            ("--lora-target-modules", config.lora_target_modules, defaults.lora_target_modules),
+        ):
+            _require(value == default, f"{flag} is of adapters, which only --lora-rank makes: add it, or drop {flag}")
+        return
+    rank, alpha, targets = config.lora_rank, config.lora_alpha, config.lora_target_modules
+    widest = required(config, "hidden_size")
+    _require(
+        1 <= rank <= widest,
+        f"--lora-rank must be between 1 and the hidden size {widest}, got {rank}; without the flag all weights train",
+    )
+    _require(alpha is None or alpha > 0, f"--lora-alpha must be above 0, got {alpha}")
+    known = " ".join(TARGET_MODULES)
+    unknown = [target for target in targets if target not in TARGET_MODULES]
+    _require(not unknown, f"--lora-target-modules takes {known}, got {' '.join(unknown)}")
+    _require(bool(targets), f"--lora-target-modules needs at least one of {known}")
+    mlp = [target for target in targets if target.startswith("linear_fc")]
+    _require(
+        config.num_experts is None or not mlp,
+        f"--lora-target-modules {' '.join(mlp)}: experts take no adapters; use linear_qkv linear_proj",
+    )
+    _require(len(set(targets)) == len(targets), f"--lora-target-modules names one twice: {' '.join(targets)}")
+    _require(
+        config.ref_load is not None or config.debug_rollout_only,
+        "--lora-rank needs the frozen weights, which checkpoints of adapters leave out: add --ref-load DIR",
+    )
 
 
 def _check_optimizer(config: Config) -> None:

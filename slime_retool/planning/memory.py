@@ -22,7 +22,13 @@ from dataclasses import dataclass
 from megatron_bridge.model_config import ModelArgs, padded_vocab_size, query_groups, required
 from slime_retool.config import Config
 from slime_retool.planning.cards import Card
-from slime_retool.planning.parameters import all_expert_parameters, stage_layers, stage_parameters, widths
+from slime_retool.planning.parameters import (
+    adapter_parameters,
+    all_expert_parameters,
+    stage_layers,
+    stage_parameters,
+    widths,
+)
 
 GIB = 2**30
 BF16, FP32 = 2, 4
@@ -104,17 +110,21 @@ def _stage_memory(config: Config, mean_tokens: int, stage: int, layers: int, tp:
     experts = all_expert_parameters(config) * layers // required(config, "num_layers") // (ep * etp)
     bf16 = config.precision != "fp32"
     gradient = FP32 if config.accumulate_allreduce_grads_in_fp32 or not bf16 else BF16
+    trained = parameters
+    if config.lora is not None:
+        trained, experts = layers * adapter_parameters(config, config.lora, tp), 0
+        parameters += trained
     # Adam's two moments and, beside bf16 weights, the fp32 master copy.
-    stated = parameters
+    stated = trained
     if config.use_distributed_optimizer:
-        stated = (parameters - experts) // (config.data_parallel_size * config.context_parallel_size)
+        stated = (trained - experts) // (config.data_parallel_size * config.context_parallel_size)
         stated += experts // max(1, config.world_size // (ep * etp * pp))
     state = stated * FP32 * (3 if bf16 else 2)
     tokens = micro_batch_tokens(config, mean_tokens)
     hidden = required(config, "hidden_size")
     return TrainerMemory(
         weights=parameters * (BF16 if bf16 else FP32),
-        gradients=parameters * gradient,
+        gradients=trained * gradient,
         optimizer=state,
         activations=tokens * _activation_bytes(config, layers, tp) * min(pp - stage, micro_batches(config, mean_tokens))
         + 2 * tokens * hidden * BF16,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs, head_dim, moe_layers, padded_vocab_size, query_groups, required
 
 
@@ -56,6 +57,18 @@ def all_expert_parameters(model: ModelArgs) -> int:
 def _layers_parameters(model: ModelArgs, experts: int) -> int:
     """Of all layers, with so many experts counted where a layer has any."""
     return sum(layer_parameters(model, experts=experts if mixture else 0) for mixture in moe_layers(model))
+
+
+def adapter_parameters(model: ModelArgs, lora: LoraSpec, tp: int = 1) -> int:
+    """Of one layer's LoRA adapters on one of `tp` tensor-parallel ranks (see `megatron_bridge.lora`)."""
+    w = widths(model)
+    whole_and_split = {  # inputs of A and outputs of B
+        "linear_qkv": (w.hidden, w.queries + 2 * w.keys),
+        "linear_proj": (w.hidden, w.queries),
+        "linear_fc1": (w.hidden, 2 * w.ffn),
+        "linear_fc2": (w.hidden, w.ffn),
+    }
+    return lora.rank * sum(whole + split // tp for whole, split in map(whole_and_split.__getitem__, lora.targets))
 
 
 def total_parameters(model: ModelArgs) -> int:

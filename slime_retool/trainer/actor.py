@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_bridge.lora import adapters_off
+from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model import output_weight
 from slime_retool.algo import losses
 from slime_retool.algo.log_probs import linear_log_probs
@@ -29,7 +31,7 @@ class Actor(ModelRole):
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, device=device, dtype=dtype)
         self.reference: dict[str, Tensor] | None = None
-        """Weights of the reference model in host memory."""
+        """Weights of the reference model in host memory; None with LoRA, whose frozen weights are that model."""
 
     def loss(self, batch: PackedBatch, output: Tensor) -> LossOutput:
         """What `--loss-type` names, with its KL, distillation and entropy terms."""
@@ -95,6 +97,9 @@ class Actor(ModelRole):
 
     def reference_log_probs(self, batch: TrainBatch) -> Tensor:
         """`log_probs` under the frozen reference model, whose weights take the model's place for this long."""
+        if self.config.lora is not None:
+            with adapters_off(self.module):
+                return self.log_probs(batch)
         if self.reference is None:
             raise ConfigError("log-probs of the reference model need its weights: give --ref-load")
         own = checkpoint.copy_weights(self.module, pinned=self.config.on_cuda)
@@ -129,6 +134,7 @@ class Actor(ModelRole):
     def load(self) -> checkpoint.TrainerState | None:
         """Resume from --load, else take the weights in --ref-load (None). Also reads the reference model if needed.
 
+        With LoRA the frozen weights are always --ref-load's, and --load holds the adapters.
         CheckpointError for a missing, incomplete or other model's checkpoint; ConfigError when neither folder was
         given.
         """
@@ -141,10 +147,13 @@ class Actor(ModelRole):
             )
         if self.needs_reference and config.ref_load is None:
             raise ConfigError("--use-kl-loss and --kl-coef need the reference model: give --ref-load")
-        if self.needs_reference or not resume:
+        if config.lora is not None and config.ref_load is None:
+            raise ConfigError("--lora-rank needs the frozen weights: give --ref-load")
+        if self.needs_reference or not resume or config.lora is not None:
             assert config.ref_load is not None
-            checkpoint.load_weights(config.ref_load, module=self.module, vocab_size=self.vocab_size)
-            if self.needs_reference:
+            adapters = [name for name, _ in self.module.named_parameters() if is_adapter(name)]
+            checkpoint.load_weights(config.ref_load, module=self.module, vocab_size=self.vocab_size, skip=adapters)
+            if self.needs_reference and config.lora is None:
                 self.reference = checkpoint.copy_weights(self.module, pinned=config.on_cuda)
         if not resume:
             self.optimizer.reload_model_params()

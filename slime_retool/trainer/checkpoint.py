@@ -4,6 +4,7 @@
     SAVE/iter_0000003/                        Megatron's files: weights, and keys `optimizer.*`
     SAVE/iter_0000003/trainer_state.json      rollout id, scheduler step, the caller's `extra`
     SAVE/iter_0000003/rng.pt                  torch's random state on rank 0
+    SAVE/iter_0000003/lora.json               with LoRA, whose checkpoints hold adapters and not the frozen weights
 
 Models have no dropout, so training draws no random numbers after the weights were made; the random state is kept for
 hooks that draw some.
@@ -12,6 +13,7 @@ hooks that draw some.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -31,9 +33,11 @@ from megatron_bridge.checkpoint import (
     resolve_checkpoint_dir,
     write_latest,
 )
+from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.torch_dist_io import TorchDistReader
 from slime_retool.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 RNG_FILE = "rng.pt"
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -63,9 +67,13 @@ def latest(root: str) -> int | None:
 
 
 def save(
-    root: str, rollout_id: int, *, module: Any, optimizer: Any | None, scheduler_steps: int, extra: dict[str, Any]
-) -> None:
-    """Write SAVE/iter_{rollout_id}. Collective. A crash at any moment leaves the previous checkpoint in force."""
+    root: str, rollout_id: int, *, module: Any, optimizer: Any | None, scheduler_steps: int, extra: dict[str, Any],
+    lora: LoraSpec | None = None,
+) -> None:  # fmt: skip
+    """Write SAVE/iter_{rollout_id}. Collective. A crash at any moment leaves the previous checkpoint in force.
+
+    With `lora` only the adapters are written.
+    """
     from megatron.core import dist_checkpointing
 
     final = Path(root) / checkpoint_name(rollout_id)
@@ -78,6 +86,8 @@ def save(
         part.mkdir(parents=True)
     dist.barrier()
     tensors = model_state_dict([module])
+    if lora is not None:
+        _take_out(tensors, lambda name: not is_adapter(name))
     if with_optimizer:
         assert optimizer is not None
         tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], metadata=dict(OPTIMIZER_FORMAT))
@@ -86,17 +96,22 @@ def save(
     if dist.get_rank() == 0:
         torch.save(torch.get_rng_state(), part / RNG_FILE)
         (part / STATE_FILE).write_text(text)
+        if lora is not None:
+            lora.write(part)
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
         write_latest(root, rollout_id)
     dist.barrier()
 
 
-def load(root: str, *, module: Any, optimizer: Any, vocab_size: int, iteration: int | None = None) -> TrainerState:
+def load(
+    root: str, *, module: Any, optimizer: Any, vocab_size: int, iteration: int | None = None,
+    lora: LoraSpec | None = None,
+) -> TrainerState:  # fmt: skip
     """Load the newest checkpoint under `root`, or that of rollout `iteration`, into model and optimizer. Collective.
 
-    Options given to this run (learning rate, betas, ...) win over those of the run that saved.
-    Raises CheckpointError when it is incomplete, or of another model.
+    Options given to this run (learning rate, betas, ...) win over those of the run that saved. With `lora` only the
+    adapters are loaded. Raises CheckpointError when it is incomplete, or of another model or other adapters.
     """
     from megatron.core import dist_checkpointing
 
@@ -110,13 +125,19 @@ def load(root: str, *, module: Any, optimizer: Any, vocab_size: int, iteration: 
         state = TrainerState(**json.loads(state_path.read_text()))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{state_path} is damaged ({error}); resume from an older checkpoint") from error
-    _check_vocabulary(directory, vocab_size)
+    _check_adapters(directory, lora)
     tensors = model_state_dict([module])
+    kept: dict[str, Tensor] = {}
+    if lora is None:
+        _check_vocabulary(directory, vocab_size)
+    else:
+        kept = _take_out(tensors, lambda name: not is_adapter(name))
     if state.with_optimizer:
         tensors["optimizer"] = optimizer.sharded_state_dict(
             tensors["model"], is_loading=True, metadata=dict(OPTIMIZER_FORMAT)
         )
     loaded = _loading(directory, lambda: dist_checkpointing.load(tensors, str(directory)))
+    loaded["model"] |= kept
     load_model_state([module], loaded)
     if state.with_optimizer:
         options = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in optimizer.param_groups]
@@ -136,9 +157,10 @@ def load_weights(root: str, *, module: Any, vocab_size: int, skip: Collection[st
     from megatron.core import dist_checkpointing
 
     directory = _directory(root)
+    _check_adapters(directory, None)
     _check_vocabulary(directory, vocab_size)
     state = model_state_dict([module])
-    kept = {name: state["model"].pop(name).data for name in skip if name in state["model"]}
+    kept = _take_out(state, lambda name: name in skip)
     loaded = _loading(directory, lambda: dist_checkpointing.load(state, str(directory)))
     loaded["model"] |= kept
     load_model_state([module], loaded)
@@ -149,6 +171,28 @@ def rows_of(root: str, name: str) -> int | None:
     directory = _directory(root)
     reader = _loading(directory, lambda: TorchDistReader(directory))
     return reader.shape(name)[0] if reader.has(name) else None
+
+
+def _take_out(state: dict[str, Any], chosen: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Remove parameters from a sharded state; returns their values, by name."""
+    return {name: state["model"].pop(name).data for name in list(state["model"]) if chosen(name)}
+
+
+def _check_adapters(directory: Path, lora: LoraSpec | None) -> None:
+    """The checkpoint holds the adapters that the run wants, or whole weights where it wants none."""
+    saved = _loading(directory, lambda: LoraSpec.read(directory))
+    if saved is not None and lora is None:
+        raise CheckpointError(
+            f"{directory} holds LoRA adapters ({saved}), not whole weights: resume it with the same --lora flags as "
+            "--load, or merge it first (tools/convert_torch_dist_to_hf.py)"
+        )
+    if lora is not None and (saved is None or not saved.same_adapters(lora)):
+        holds = "whole weights" if saved is None else f"adapters of {saved}"
+        raise CheckpointError(
+            f"{directory} holds {holds}, the --lora flags say {lora}: make them equal, or name another --load"
+        )
+    if lora is not None and saved is not None and saved.base != lora.base:
+        logger.warning("the adapters in %s were trained on %s, and go on with %s", directory, saved.base, lora.base)
 
 
 def _directory(root: str) -> Path:

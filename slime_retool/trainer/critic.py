@@ -52,7 +52,8 @@ class ValueHead(torch.nn.Module):
 
 
 def critic_config(config: Config) -> Config:
-    """The run's options as the critic sees them: its own learning rate and folders, no tied output layer."""
+    """The run's options as the critic sees them: its own learning rate and folders, no tied output layer,
+    no adapters."""
     lr = config.lr if config.critic_lr is None else config.critic_lr
     return dataclasses.replace(
         config,
@@ -63,6 +64,7 @@ def critic_config(config: Config) -> Config:
         load=config.critic_load,
         save=config.critic_save,
         untie_embeddings_and_output_weights=True,
+        lora_rank=None,
     )
 
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge.layout import merge_tp, to_hf, tp_axis
+from megatron_bridge.lora import adapted_layers
+from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model_config import ModelArgs
 from megatron_bridge.names import find_parameter, global_name
 
@@ -24,18 +26,15 @@ CHUNK_BYTES = 128 * 2**20
 Named = tuple[str, Tensor]
 
 
-def _values(parameter: Tensor) -> Tensor:
-    return parameter.detach()
-
-
 @torch.no_grad()
 def hf_named_tensors(
-    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] = _values, *, everywhere: bool = False
+    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None = None, *, everywhere: bool = False
 ) -> Iterator[Named]:
     """(HF name, full tensor) of every parameter, on global rank 0, or with `everywhere` on every rank.
 
-    Collective: every rank iterates to the end. `value_of(parameter)` picks what is gathered: the weight, or for
-    example its gradient, of the same shape. Tensors may share memory with the model: use or copy each before the next.
+    Collective: every rank iterates to the end. By default the weights are gathered, with LoRA adapters merged into
+    them; `value_of(parameter)` picks something else of the same shape, for example the gradient. Tensors may share
+    memory with the model: use or copy each before the next.
     With `everywhere` each data-parallel replica gathers for itself; otherwise only the first takes part, and for
     experts, which are spread over data-parallel ranks, the first expert-data-parallel replica.
     """
@@ -109,7 +108,7 @@ def _holds_first(*, dense: bool) -> bool:
 
 
 def _stage_chunks(
-    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor], everywhere: bool
+    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None, everywhere: bool
 ) -> Iterator[list[Named]]:
     """[(global Megatron name, tensor merged over all ranks)] of this pipeline stage, chunk by chunk.
 
@@ -130,8 +129,17 @@ def _stage_chunks(
             out += _merged_experts([(n, v) for n, v in chunk if _expert_of(n, model) is not None], model, ep)
         return out
 
+    adapted = adapted_layers(module)
     for local_name, parameter in module.named_parameters():
-        name, value = global_name(local_name, model, offset), value_of(parameter)
+        if is_adapter(local_name):
+            continue
+        if value_of is not None:
+            value = value_of(parameter)
+        elif local_name in adapted:
+            value = adapted[local_name].merged_weight()
+        else:
+            value = parameter.detach()
+        name = global_name(local_name, model, offset)
         wanted = value.nbytes * (1 if _expert_of(name, model) is None else ep)
         # One dtype per chunk, so that every part of the flat buffer is aligned for its dtype.
         if chunk and (size + wanted > CHUNK_BYTES or value.dtype != chunk[0][1].dtype):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from megatron_bridge.model import send
 from megatron_bridge.zigzag import padded_length, zigzag_rows
 from slime_retool.trainer.batch import TrainBatch
 
@@ -41,7 +42,7 @@ class TokenData:
         """Entries at `index`, 0 where it is negative, on `device`."""
         present = {field.name: values for field in fields(self) if (values := getattr(self, field.name)) is not None}
         chosen = index.clamp(min=0)
-        rows = torch.stack([values[chosen] for values in present.values()]).masked_fill_(index < 0, 0.0).to(device)
+        rows = send(torch.stack([values[chosen] for values in present.values()]).masked_fill_(index < 0, 0.0), device)
         return TokenData(**dict(zip(present, rows, strict=True)))
 
 
@@ -102,13 +103,13 @@ def pack(
     learned = (batch.mask[target_index.clamp(min=0)] & (target_index >= 0)).nonzero()[:, 0]
     return PackedBatch(
         lengths=lengths.tolist(),
-        tokens=tokens[None].to(device),
-        position_ids=position[None].to(device),
-        targets=targets.to(device),
+        tokens=send(tokens[None], device),
+        position_ids=send(position[None], device),
+        targets=send(targets, device),
         target_index=target_index,
-        learned=learned.to(device),
-        sample_of=torch.arange(len(lengths)).repeat_interleave(lengths)[rows].to(device),
-        token_counts=torch.cat([batch.segments.counts[chosen], none]).to(device),
+        learned=send(learned, device),
+        sample_of=send(torch.arange(len(lengths)).repeat_interleave(lengths)[rows], device),
+        token_counts=send(torch.cat([batch.segments.counts[chosen], none]), device),
         data=None if data is None else data.gather(target_index, device),
     )
 

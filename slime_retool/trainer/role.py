@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_bridge.lora import add_adapters
 from megatron_bridge.model import build_gpt_model, packed_seq_params, transformer_config
 from megatron_bridge.zigzag import padded_length
 from slime_retool.config import Config
@@ -118,15 +119,23 @@ class ModelRole(ABC):
     def _build_module(self) -> Any:
         from megatron.core import parallel_state as mpu
 
-        return build_gpt_model(
+        lora = self.config.lora
+        module = build_gpt_model(
             self.config,
             self.model_config,
             pre_process=mpu.is_pipeline_first_stage(),
             post_process=mpu.is_pipeline_last_stage(),
             transformer_impl=self.config.transformer_impl,
             output="hidden",
-            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
+            # Frozen weights have no gradient buffer to add to.
+            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion and lora is None,
         )
+        if lora is not None:
+            try:
+                add_adapters(module, lora, seed=self.config.seed)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+        return module
 
     @abstractmethod
     def loss(self, batch: PackedBatch, output: Tensor) -> LossOutput:
@@ -159,13 +168,15 @@ class ModelRole(ABC):
             optimizer=None if self.config.no_save_optim else self.optimizer,
             scheduler_steps=self.scheduler.num_steps,
             extra=extra,
+            lora=self.config.lora,
         )
 
     def resume(self, root: str, iteration: int | None = None) -> checkpoint.TrainerState:
         """Go on from the newest checkpoint under `root`, or that of rollout `iteration`."""
         state = checkpoint.load(
-            root, module=self.module, optimizer=self.optimizer, vocab_size=self.vocab_size, iteration=iteration
-        )
+            root, module=self.module, optimizer=self.optimizer, vocab_size=self.vocab_size, iteration=iteration,
+            lora=self.config.lora,
+        )  # fmt: skip
         if not state.with_optimizer:
             self.optimizer.reload_model_params()
         self.scheduler.num_steps = state.scheduler_steps

@@ -1,0 +1,69 @@
+"""Checkpoints of LoRA adapters, read as the whole weights that they make with their base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_bridge.checkpoint import resolve_checkpoint_dir
+from megatron_bridge.lora import merge_adapter
+from megatron_bridge.lora_spec import LORA_A, LORA_B, LoraSpec
+from megatron_bridge.names import LAYER_PREFIX, split_name
+from megatron_bridge.torch_dist_io import TorchDistReader
+
+
+class MergedReader:
+    """Reads a checkpoint of adapters as if it held the merged weights; shapes and layers are the base's."""
+
+    def __init__(self, adapters: TorchDistReader, spec: LoraSpec, base: TorchDistReader) -> None:
+        self.directory = base.directory
+        self._adapters, self._spec, self._base = adapters, spec, base
+
+    def read(self, name: str) -> Tensor:
+        """One full parameter, in the base's dtype."""
+        weight = self._base.read(name)
+        layer, rest = split_name(name)
+        module, _, kind = rest.rpartition(".")
+        if layer is None or kind != "weight" or not self._spec.adapters(module):
+            return weight
+        a, b = read_adapter(self._adapters, layer, module)
+        if a.shape[1] != weight.shape[1] or b.flatten(0, -2).shape[0] != weight.shape[0]:
+            raise ValueError(
+                f"{self._adapters.directory}: the adapter of {name} does not fit the base {self.directory}: give the "
+                "--base-dir that it was trained on"
+            )
+        return merge_adapter(weight, a, b, self._spec.scale)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._base.shape(name)
+
+    def has(self, key: str) -> bool:
+        return self._base.has(key)
+
+    def num_layers(self) -> int:
+        return self._base.num_layers()
+
+
+def open_weights(input_dir: str | Path, base_dir: str | Path | None) -> TorchDistReader | MergedReader:
+    """The whole weights of a checkpoint: its own, or those of its adapters' base with the adapters merged in.
+
+    base_dir: where the base is now, if it is no longer where the run had it. ValueError where it is not found, or is
+    given for a checkpoint without adapters.
+    """
+    directory = resolve_checkpoint_dir(input_dir)
+    spec = LoraSpec.read(directory)
+    reader = TorchDistReader(directory)
+    if spec is None:
+        if base_dir is not None:
+            raise ValueError(f"{directory} holds whole weights, no adapters: drop --base-dir")
+        return reader
+    base = base_dir or spec.base
+    if base is None or not Path(base).is_dir():
+        raise ValueError(f"{directory} holds LoRA adapters of {base}, which is not there: give its place as --base-dir")
+    return MergedReader(reader, spec, TorchDistReader(resolve_checkpoint_dir(base)))
+
+
+def read_adapter(reader: TorchDistReader, layer: int, module: str) -> tuple[Tensor, Tensor]:
+    """A [r, in] and B [..., r] of one layer's module."""
+    return tuple(reader.read(f"{LAYER_PREFIX}{layer}.{module}.{part}") for part in (LORA_A, LORA_B))  # type: ignore[return-value]
