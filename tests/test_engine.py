@@ -200,14 +200,15 @@ def test_a_rollout_and_an_evaluation_through_the_manager(running: Running, tmp_p
         assert batch.metrics["rollout/engine_requests"] == 4
         assert batch.metrics["rollout/weight_version_min"] == 0
         sample = batch.samples[0]
-        start = sample.loss_mask.index(1)
+        start = list(sample.loss_mask).index(1)
         assert (
-            sample.tokens[:start]
+            list(sample.tokens[:start])
             == manager._context.tokenizer("<|im_start|>user\n0 + 1 = ?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
         )
-        expected = expected_log_probs(running.folder / "model_0", sample.tokens[:start], sample.tokens[start:], 1.0)
+        ids = list(sample.tokens)
+        expected = expected_log_probs(running.folder / "model_0", ids[:start], ids[start:], 1.0)
         assert sample.rollout_log_probs is not None
-        assert sample.rollout_log_probs[start:] == pytest.approx(expected, abs=1e-3)
+        assert list(sample.rollout_log_probs[start:]) == pytest.approx(expected, abs=1e-3)
         figures = manager.evaluate(0)
         assert figures["eval/five/samples"] == 5 and figures["eval/five/response_length"] <= 4
         state = manager.state_dict()
