@@ -61,7 +61,10 @@ def trainer_log_probs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[st
 def test_log_probs_equal_transformers(
     trainer_log_probs: dict[tuple[str, float], Any], kind: str, temperature: float
 ) -> None:
-    model = tiny_model(kind).double()
+    model = tiny_model(kind)
+    if model_args_from_hf(model.config.to_dict()).num_experts is not None:
+        model.set_experts_implementation("eager")  # the other ones have no float64
+    model = model.double()
     expected = []
     for sample in _samples():
         tokens = torch.tensor([list(sample.tokens)])
