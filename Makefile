@@ -9,11 +9,12 @@ STAMP := $(VENV)/.installed
 SEED ?= 1
 TESTS ?= tests
 
-.PHONY: help install test lint quickstart quickstart-short recipes-tiny lock clean
+.PHONY: help install test lint quickstart quickstart-short recipes-tiny compare-short lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
 	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
+	@echo "make compare-short     three RL algorithms in a few steps from one SFT checkpoint"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint and tests (TESTS=tests/test_x.py for some of them)"
 	@echo "make install           only the environment in $(VENV)"
@@ -39,6 +40,10 @@ quickstart: $(STAMP)
 
 quickstart-short: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED) --short --output-dir outputs/quickstart-short
+
+compare-short: $(STAMP)
+	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms dapo gspo ppo \
+	  --output-dir outputs/compare-short
 
 recipes-tiny: $(STAMP)
 	for script in examples/retool/retool_*.sh; do \
