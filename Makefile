@@ -42,7 +42,7 @@ quickstart-short: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED) --short --output-dir outputs/quickstart-short
 
 compare-short: $(STAMP)
-	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms dapo gspo ppo \
+	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms grpo gspo ppo \
 	  --output-dir outputs/compare-short
 
 recipes-tiny: $(STAMP)

@@ -154,7 +154,7 @@ def compare(curves: dict[str, dict[str, Any]], factor: float) -> list[dict[str, 
     rows: list[dict[str, Any]] = []
     baseline = curves[BASELINE].get("losses")
     noise = None
-    if baseline and "losses" in curves[NOISE]:
+    if baseline and "losses" in curves.get(NOISE, {}):
         noise = Difference.between(curves[NOISE]["losses"], baseline)
     for name, figures in curves.items():
         row: dict[str, Any] = {"layout": name}
@@ -198,9 +198,13 @@ def run_all(args: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
         # The flags of the run are put last, behind what run_ranks adds.
         command = [sys.executable, __file__, *worker, *(f"--flag={flag}" for flag in args.flags)]
         curves[name] = run_ranks(command, Layout.parse(name).world_size, args.timeout)
-        print(f"{name}: {curves[name].get('error', 'done')}", flush=True)
-    rows = compare(curves, args.factor)
-    return [{**row, "losses": curves[row["layout"]].get("losses", [])} for row in rows]
+        losses = curves[name].get("losses", [])
+        shown = " ".join(f"{loss:.4f}" for loss in losses)
+        print(f"{name}: {curves[name].get('error', shown)}", flush=True)
+        rows = [{**row, "losses": curves[row["layout"]].get("losses", [])} for row in compare(curves, args.factor)]
+        if args.output is not None:  # after each layout: what stops the script costs only what is missing
+            args.output.write_text(json.dumps(rows, indent=2) + "\n")
+    return rows
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -238,8 +242,6 @@ def main() -> int:
         Layout.parse(name)
     with tempfile.TemporaryDirectory(prefix="curves-") as work:
         rows = run_all(args, Path(work))
-    if args.output is not None:
-        args.output.write_text(json.dumps(rows, indent=2) + "\n")
     print(table(rows))
     good = all(row["verdict"] in ("baseline", "noise", "same") for row in rows)
     out_dir = args.out_dir or (ROOT / "benchmarks" / "results" if args.device == "cuda" else None)
