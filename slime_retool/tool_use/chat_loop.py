@@ -5,7 +5,6 @@ For measuring other models. Nothing here can be trained on: such an endpoint ret
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -113,7 +112,7 @@ async def _answer(
     calls = [_read_call(call, tools) for call in reply.tool_calls]
     sample.num_malformed_calls += sum(isinstance(call, ToolCallError) for call in calls)
     executed = [call for call in calls if isinstance(call, ToolCall)][:calls_left]
-    results = iter(await asyncio.gather(*(registry.execute(call) for call in executed)))
+    results = iter(await registry.execute_all(executed))
     sample.num_tool_calls += len(executed)
     messages = []
     for raw, call in zip(reply.tool_calls, calls, strict=True):

@@ -13,8 +13,7 @@ How it ends:
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +147,7 @@ async def _answer(
     observations = []
     if not turn.unfinished:
         executed = [call for call in turn.calls if isinstance(call, ToolCall)][:calls_left]
-        results = iter(await _all([registry.execute(call) for call in executed]))
+        results = iter(await registry.execute_all(executed))
         sample.num_tool_calls += len(executed)
         for call in turn.calls:
             if isinstance(call, ToolCallError):
@@ -165,17 +164,3 @@ async def _answer(
         return False
     sample.append(ids, log_probs=None)
     return True
-
-
-async def _all(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
-    """Await all at once; when one raises, the others are cancelled and have ended before it goes on."""
-    if len(running) == 1:
-        return [await running[0]]
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in running]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -92,6 +92,19 @@ class ToolRegistry:
             delay *= 2
         raise AssertionError("unreachable: the last attempt returns or raises")
 
+    async def execute_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """`execute` all at once, results in order; when one raises, the others have ended before it goes on."""
+        if len(calls) == 1:
+            return [await self.execute(calls[0])]
+        tasks = [asyncio.ensure_future(self.execute(call)) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
 
 def _to_result(value: ToolResult | str | None, name: str) -> ToolResult:
     if value is None:
