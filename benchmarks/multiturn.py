@@ -218,8 +218,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             rounds = measure(Bench(args, client, tokenizer, params), flush, args.repeats)
             return await asyncio.wait_for(rounds, args.timeout)
 
-    devices = None if args.device == "cpu" else list(range(config.rollout_num_gpus_per_engine))
-    with EngineProcess(config, devices=devices) as engine, RouterProcess(config, [engine.url]) as router:
+    with EngineProcess(config) as engine, RouterProcess(config, [engine.url]) as router:
         figures = asyncio.run(all_rounds(router.url, engine.admin().flush_cache))
     names = ("samples", "concurrency", "turns", "prompt", "turn", "observation", "repeats")
     return {"model": args.model, **figures, **{name: vars(args)[name] for name in names}}
