@@ -67,8 +67,12 @@ class Cluster:
         if self._config.ray_address is not None:
             ray.init(address=self._config.ray_address, **options)
         else:
-            # Processes here reserve no CPUs, so any number of them fits on any machine.
-            ray.init(num_cpus=1, include_dashboard=False, object_store_memory=_object_store_bytes(), **options)
+            # Processes here reserve no CPUs, so any number of them fits on any machine. "local": a cluster that
+            # someone else has started on this machine is not joined.
+            ray.init(
+                address="local", num_cpus=1, include_dashboard=False, object_store_memory=_object_store_bytes(),
+                **options,
+            )  # fmt: skip
         self._owns_ray = True
 
     def start_trainers(self) -> tuple[int, dict[str, Any]]:
