@@ -15,7 +15,7 @@ WORKERS ?= 2
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
 	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
-	@echo "make compare-short     three RL algorithms in a few steps from one SFT checkpoint"
+	@echo "make compare-short     two RL algorithms in a few steps from one SFT checkpoint"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
 	@echo "make install           only the environment in $(VENV)"
@@ -43,7 +43,7 @@ quickstart-short: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED) --short --output-dir outputs/quickstart-short
 
 compare-short: $(STAMP)
-	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms grpo gspo ppo \
+	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms gspo ppo \
 	  --output-dir outputs/compare-short
 
 recipes-tiny: $(STAMP)
