@@ -68,7 +68,8 @@ def view_as(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def aligned_memory(size: int) -> mmap.mmap:
     """Zeroed memory of at least `size` bytes, in huge pages where the kernel has them."""
-    memory = mmap.mmap(-1, -(-size // ALIGNMENT) * ALIGNMENT)
+    size = -(-size // ALIGNMENT) * ALIGNMENT
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -84,7 +85,7 @@ class DirectWriter:
     def __init__(self, path: Path) -> None:
         self._file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._filling, self._writing = aligned_memory(BLOCK), aligned_memory(BLOCK)
-        self._size = 0
+        self._size, self._closed = 0, False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="direct-writer")
         self._written: Future[None] | None = None
 
@@ -111,6 +112,9 @@ class DirectWriter:
         """Nothing: a part of a block cannot be written past the cache."""
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self._wait()
         rest = self._size % BLOCK
         # Whole sectors only; what is too much is cut off.

@@ -6,6 +6,7 @@ Format: 8 bytes little-endian header length, JSON header, raw row-major data, ht
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +86,10 @@ def read_header(path: Path) -> tuple[bytes, list[TensorEntry]]:
             continue
         if info["dtype"] not in DTYPES:
             raise ValueError(f"{path}: tensor {name} has dtype {info['dtype']}; supported are {', '.join(DTYPES)}")
-        dtype, (start, end) = DTYPES[info["dtype"]], info["data_offsets"]
-        entries.append(TensorEntry(name, path.name, dtype, tuple(info["shape"]), 8 + length + start, end - start))
+        dtype, shape, (start, end) = DTYPES[info["dtype"]], tuple(info["shape"]), info["data_offsets"]
+        if end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: tensor {name} has {end - start} bytes, which do not make shape {list(shape)}")
+        entries.append(TensorEntry(name, path.name, dtype, shape, 8 + length + start, end - start))
     return prefix + raw, sorted(entries, key=lambda entry: entry.start)
 
 

@@ -23,13 +23,13 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 def load_archive(archive: Tensor) -> Tensor:
-    """uint8 [n], a file or stream that holds one tensor -> that tensor, in the same memory.
+    """uint8 [n], what `torch.save` wrote for one tensor -> that tensor, in the archive's memory, which it takes over.
 
-    Nothing but a tensor's parts is unpickled. ValueError for anything else.
+    `archive` comes from `direct_io.read_tensor`. Nothing but a tensor's parts is unpickled; ValueError for all else.
     """
     try:
         return _Unpickler(archive).load()
-    except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError) as error:
+    except (zipfile.BadZipFile, KeyError, AttributeError, pickle.UnpicklingError) as error:
         raise ValueError(f"a record of the checkpoint is damaged or holds no tensor: {error}") from None
 
 

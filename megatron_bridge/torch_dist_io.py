@@ -10,7 +10,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
@@ -137,7 +136,8 @@ def write_torch_dist(
     """
     directory.mkdir(parents=True, exist_ok=True)
     # Not more than one thread: an exception in the writer's further threads is lost, and with it the tensors.
-    writer = FileSystemWriter(directory, thread_count=1, sync_files=False)  # DirectWriter does
+    # Copying ahead is for tensors on a GPU, which it would start; DirectWriter itself waits for the disk.
+    writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
     writer.fs = _DirectFileSystem()
     try:
         with warnings.catch_warnings(), _no_checksums(), ReadAhead(value_of, list(shapes)) as values:
@@ -242,8 +242,7 @@ class TorchDistReader:
             return self._read_item(items[0]).reshape(shape)
         target = torch.empty(sizes, dtype=stored.properties.dtype)
         for item in items:
-            where = zip(item.dest_offsets, item.lengths, strict=True)
-            target[tuple(slice(start, start + length) for start, length in where)] = self._read_item(item)
+            target[_slices(item.dest_offsets, item.lengths)] = self._read_item(item)
         return target.reshape(shape)
 
     def _read_item(self, item: ReadItem) -> Tensor:
@@ -256,4 +255,8 @@ class TorchDistReader:
             archive = read_tensor(path, info.offset, torch.uint8, (info.length,))
         except EOFError as error:
             raise ValueError(f"{path} is incomplete: copy it again ({error})") from None
-        return narrow_tensor_by_index(load_archive(archive), item.storage_offsets, item.lengths)
+        return load_archive(archive)[_slices(item.storage_offsets, item.lengths)]
+
+
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
