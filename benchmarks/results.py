@@ -16,8 +16,9 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformer-engine")
 def write_result(metric: str, value: float, unit: str, *, out_dir: Path, card: str | None = None) -> Path:
     """Write ``{metric, value, unit, card, versions, command, date}`` and return its path.
 
-    ``card`` is what the figure depends on: by default the name of the first CUDA device or ``"cpu"``. ``versions`` holds the packages that are installed,
-    ``date`` is UTC (ISO 8601). A value that is not finite is refused (ValueError): a failed run has no figure.
+    ``card`` is what the figure depends on: by default the name of the first CUDA device or ``"cpu"``. ``versions``
+    holds the packages that are installed, ``date`` is UTC (ISO 8601). A value that is not finite is refused
+    (ValueError): a failed run has no figure.
     """
     if not math.isfinite(value):
         raise ValueError(f"the figure {metric} is {value}; only a finite number is a result")

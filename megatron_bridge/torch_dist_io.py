@@ -42,7 +42,6 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from megatron_bridge.direct_io import DirectWriter, read_tensor
 from megatron_bridge.model_config import ModelArgs, alike_layers, required
 from megatron_bridge.names import LAYER_PREFIX, split_expert, split_name
-from megatron_bridge.read_ahead import ReadAhead
 from megatron_bridge.tensor_archive import load_archive
 
 
@@ -129,7 +128,7 @@ def write_torch_dist(
     common: dict[str, Any],
     written: Callable[[str], None],
 ) -> None:
-    """Write a checkpoint of full Megatron tensors; one is in memory, and the next one that a thread reads meanwhile.
+    """Write a checkpoint of full Megatron tensors, one after the other.
 
     shapes: full shape by global parameter name. `value_of(name)` gives the tensor, `written(name)` is told after.
     common: what Megatron keeps in common.pt.
@@ -140,8 +139,8 @@ def write_torch_dist(
     writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
     writer.fs = _DirectFileSystem()
     try:
-        with warnings.catch_warnings(), _no_checksums(), ReadAhead(value_of, list(shapes)) as values:
-            planner = _LazySavePlanner(shapes, dtype_of, model, values.read, written)
+        with warnings.catch_warnings(), _no_checksums():
+            planner = _LazySavePlanner(shapes, dtype_of, model, value_of, written)
             # It remarks that one process saves, which is what no_dist asks for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
