@@ -67,8 +67,15 @@ class Cluster:
         if self._config.ray_address is not None:
             ray.init(address=self._config.ray_address, **options)
         else:
+            # "local": without an address Ray joins whatever instance it finds on the host, another run's as well.
             # Processes here reserve no CPUs, so any number of them fits on any machine.
-            ray.init(num_cpus=1, include_dashboard=False, object_store_memory=_object_store_bytes(), **options)
+            ray.init(
+                address="local",
+                num_cpus=1,
+                include_dashboard=False,
+                object_store_memory=_object_store_bytes(),
+                **options,
+            )
         self._owns_ray = True
 
     def start_trainers(self) -> tuple[int, dict[str, Any]]:
