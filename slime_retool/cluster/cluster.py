@@ -135,6 +135,18 @@ class Cluster:
         self._router = RouterProcess(self._config, urls)
         return self._router.url
 
+    def engine_memory(self) -> dict[str, float]:
+        """`memory/engine_*`: what one worker of an engine holds while it generates, the largest of all engines.
+
+        The cache's tokens are those of the smallest cache.
+        """
+        reports = [report for report in (engine.memory() for engine in self._admins) if report]
+        if not reports:
+            return {}
+        figures = {f"memory/engine_{name}": max(report[name] for report in reports) for name in reports[0]}
+        figures["memory/engine_kv_cache_tokens"] = min(report["kv_cache_tokens"] for report in reports)
+        return figures
+
     def check(self) -> None:
         """Raise when an engine or the router has died since the last look."""
         _get([actor.check.remote() for actor in self._engines])
