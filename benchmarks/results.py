@@ -10,7 +10,7 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-PACKAGES = ("torch", "megatron-core", "sglang", "transformer-engine")
+PACKAGES = ("torch", "megatron-core", "sglang", "transformer-engine", "flash-attn-4")
 
 
 def write_result(metric: str, value: float, unit: str, *, out_dir: Path) -> Path:
