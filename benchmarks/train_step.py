@@ -11,8 +11,9 @@ slime_retool.train may follow `--`.
 
 Batches. Sequence lengths are log-uniform between 200 and 8,192 tokens (mean 2,150: many short answers, a long tail),
 drawn anew for each step from a seed, until they fill 97% of `--micro-batches` times `--max-tokens-per-gpu`, and packed
-by the trainer: to 16k tokens, at 1.7B to 32k. An optimizer step takes eight such micro-batches. A sample's prompt is 200 tokens (a quarter of a shorter sample); of its response every run of 400
-tokens ends with 60 of a tool's output, which are not learned.
+by the trainer: to 16k tokens, at 1.7B to 32k. An optimizer step takes eight such micro-batches. A sample's prompt is
+200 tokens (a quarter of a shorter sample); of its response every run of 400 tokens ends with 60 of a tool's output,
+which are not learned.
 
 MFU = model FLOPs / time / 989 TFLOP/s (dense bf16 of H100 and H200 SXM). Model FLOPs of a training step are 6 N for
 each token plus causal attention, 6 * layers * heads * head width * s^2 for each sequence of s tokens; of a forward a
