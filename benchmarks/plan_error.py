@@ -112,12 +112,10 @@ def card_of(device: str) -> str:
 
 def compare(case: Case, figures: dict[str, Any]) -> Comparison:
     gib, seconds = predict(case, card_of(figures["device"]))
-    return Comparison(
-        case.name, (figures["peak_gib"], gib), (figures["step_seconds"], seconds), figures["device"]
-    )  # fmt: skip
+    return Comparison(case.name, (figures["peak_gib"], gib), (figures["step_seconds"], seconds), figures["device"])
 
 
-HEADER = f"{'case':<18}{'GiB':>8}{'plan':>8}{'error':>8}{'step s':>9}{'plan':>8}{'error':>8}{'tok/s/GPU':>11}  layout, device"
+HEADER = f"{'case':<18}{'GiB':>8}{'plan':>8}{'error':>8}{'step s':>9}{'plan':>8}{'error':>8}{'tok/s/GPU':>11}  layout"
 
 
 def row(found: Comparison, case: Case, tokens_per_second: float) -> str:

@@ -17,7 +17,8 @@ def write_result(metric: str, value: float, unit: str, *, out_dir: Path, card: s
     """Write ``{metric, value, unit, card, versions, command, date}`` and return its path.
 
     ``card`` is, unless given, the name of the first CUDA device or ``"cpu"``; ``versions`` holds the packages that are
-    installed, ``date`` is UTC (ISO 8601). A value that is not finite is refused (ValueError): a failed run has no figure.
+    installed, ``date`` is UTC (ISO 8601). A value that is not finite is refused (ValueError): a failed run has no
+    figure.
     """
     if not math.isfinite(value):
         raise ValueError(f"the figure {metric} is {value}; only a finite number is a result")

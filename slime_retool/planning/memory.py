@@ -61,6 +61,8 @@ class TrainerMemory:
     activations: int
     logits: int
     """What a chunk of logits takes in the backward pass, beyond what a layer's backward takes anyway."""
+    host_optimizer: int = 0
+    """Optimizer state in host memory, not part of the total."""
     runtime: int = RUNTIME_BYTES
 
     @property
@@ -130,10 +132,12 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
     backward = tokens * (remade + layer_backward_bytes(config))
     logits = _logits_bytes(config, tokens, workload.learned) if stage == pp - 1 else 0.0
     weights, gradients, optimizer = _state_bytes(config, stage, layers)
+    on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
     return TrainerMemory(
         weights=weights,
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=optimizer - on_host,
+        host_optimizer=on_host,
         critic=_critic_bytes(config, stage, layers),
         activations=int(in_flight * tokens * (kept + ends) + backward),
         logits=int(max(0.0, logits - backward)),
@@ -157,9 +161,7 @@ def _state_bytes(config: Config, stage: int, layers: int) -> tuple[int, int, int
         stated = (trained - experts) // (config.data_parallel_size * config.context_parallel_size)
         stated += experts // max(1, config.world_size // (ep * etp * pp))
     main = (2 if config.use_precision_aware_optimizer else FP32) if bf16 else 0
-    offloaded = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-    state = round(stated * (2 * FP32 + main) * (1 - offloaded))
-    return parameters * element_bytes(config), trained * gradient, state
+    return parameters * element_bytes(config), trained * gradient, stated * (2 * FP32 + main)
 
 
 def _critic_bytes(config: Config, stage: int, layers: int) -> int:
@@ -208,17 +210,13 @@ def engine_memory(config: Config, card: Card) -> EngineMemory:
 
 def host_memory(config: Config, trainer: TrainerMemory) -> int:
     """Page-locked bytes of one host: the reference model, the policy's weights while the reference is in their place,
-    what leaves the device while engines generate, and the offloaded optimizer state."""
-    state = trainer.optimizer
-    if config.optimizer_cpu_offload:
-        kept = 1 - config.optimizer_offload_fraction
-        state = round(trainer.optimizer / kept) if kept else trainer.weights // BF16 * 3 * FP32
-    offloaded = state - trainer.optimizer
+    what leaves the device while engines generate, and the optimizer state that --optimizer-cpu-offload keeps there."""
+    held = trainer.host_optimizer
     if config.offloads_train:
-        offloaded += trainer.weights + trainer.optimizer + trainer.critic
+        held += trainer.weights + trainer.optimizer + trainer.critic
     if needs_reference(config) and config.lora is None:
-        offloaded += 2 * trainer.weights
-    return offloaded * min(config.actor_num_gpus_per_node, config.world_size)
+        held += 2 * trainer.weights
+    return held * config.actor_num_gpus_per_node
 
 
 def needs_reference(config: Config) -> bool:

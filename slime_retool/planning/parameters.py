@@ -78,6 +78,14 @@ def total_parameters(model: ModelArgs) -> int:
     return _layers_parameters(model, model.num_experts or 0) + vocabulary + required(model, "hidden_size")
 
 
+def active_parameters(model: ModelArgs) -> int:
+    """Of the checkpoint, with only those experts that one token is sent to."""
+    if model.num_experts is None:
+        return total_parameters(model)
+    idle = model.num_experts - required(model, "moe_router_topk")
+    return total_parameters(model) - sum(moe_layers(model)) * idle * expert_parameters(model)
+
+
 def active_matmul_parameters(model: ModelArgs) -> int:
     """Parameters that a token is multiplied with: all layers (of experts, those it is sent to) and the output layer."""
     output = required(model, "vocab_size") * required(model, "hidden_size")

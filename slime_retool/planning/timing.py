@@ -70,20 +70,20 @@ def forward_flops(model: ModelArgs, workload: Workload) -> float:
     return 2.0 * active_matmul_parameters(model) + attention
 
 
-def train_seconds(config: Config, card: Card, workload: Workload) -> float:
-    """All optimizer steps of one rollout, of the actor."""
+def train_seconds(config: Config, card: Card, workload: Workload, *, logits: bool = True) -> float:
+    """All optimizer steps of one rollout, of the actor or (without logits) of a critic like it."""
     count = micro_batches(config, workload)
-    stages = stage_passes(config, card, workload, count)
+    stages = stage_passes(config, card, workload, count, logits=logits)
     each = [stage.forward + stage.backward for stage in stages]
     step = sum(each) + (count - 1) * max(each)
     step += _reduce_seconds(config, card, stages[-1].backward) + _adam_seconds(config, card) + STEP_SECONDS
     return config_steps(config, workload) * step
 
 
-def forward_seconds(config: Config, card: Card, workload: Workload) -> float:
+def forward_seconds(config: Config, card: Card, workload: Workload, *, logits: bool = True) -> float:
     """One pass over the rollout's samples without a backward."""
     count = micro_batches(config, workload)
-    each = [stage.forward for stage in stage_passes(config, card, workload, count, training=False)]
+    each = [stage.forward for stage in stage_passes(config, card, workload, count, logits=logits)]
     return config_steps(config, workload) * (sum(each) + (count - 1) * max(each))
 
 
@@ -92,19 +92,20 @@ def config_steps(config: Config, workload: Workload) -> float:
     return 1.0 if config.global_batch_size is None else workload.samples / config.global_batch_size
 
 
-def stage_passes(config: Config, card: Card, workload: Workload, count: int, *, training: bool = True) -> list[Pass]:
+def stage_passes(config: Config, card: Card, workload: Workload, count: int, *, logits: bool = True) -> list[Pass]:
     """A mean micro-batch in each pipeline stage, one of `count` in a step."""
     pp = config.pipeline_model_parallel_size
     per_step = workload.tokens / config_steps(config, workload)
     tokens = per_step / (count * config.data_parallel_size * config.context_parallel_size)
     layer = layer_pass(config, card, workload.attended).times(tokens)
-    if training and config.recompute_granularity == "full":
+    if config.recompute_granularity == "full":
         share = 1.0
         if config.recompute_method == "block":
             share = min(1.0, (config.recompute_num_layers or 1) * pp / required(config, "num_layers"))
         layer.backward += share * layer.forward
     stages = [layer.times(layers) for layers in layers_of_stages(config)]
-    stages[-1] += output_pass(config, card).times(tokens * workload.learned)
+    if logits:
+        stages[-1] += output_pass(config, card).times(tokens * workload.learned)
     if pp > 1:
         sent = tokens * BF16 * required(config, "hidden_size") / (_sequence_split(config))
         send = PIPELINE_SEND_SECONDS + sent / (_link(config, card, config.world_size) * LINK_SHARE)

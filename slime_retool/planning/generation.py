@@ -1,0 +1,83 @@
+"""Seconds of a rollout's other phases: generation, weight update, moving memory.
+
+A decoding step reads the engine's weights (of experts those that any running request is sent to) and the cached keys
+and values of all running requests, or takes as long as its operations, whichever is more; and pays a fixed time, and
+two all-reduces a layer where the engine spans several GPUs. Requests run in waves of as many as concurrency and cache
+allow; the last wave lasts until its longest response ends.
+"""
+
+from __future__ import annotations
+
+from megatron_bridge.model_config import moe_layers, required
+from slime_retool.config import Config
+from slime_retool.planning.activations import BF16
+from slime_retool.planning.cards import (
+    BANDWIDTH_SHARE,
+    DECODE_LAYER_SECONDS,
+    DECODE_STEP_SECONDS,
+    GEMM_SHARE,
+    LINK_SHARE,
+    SYNC_SECONDS,
+    Card,
+)
+from slime_retool.planning.memory import TrainerMemory, engine_memory, kv_bytes_per_token
+from slime_retool.planning.parameters import (
+    active_matmul_parameters,
+    all_expert_parameters,
+    total_parameters,
+    widths,
+)
+from slime_retool.planning.workload import LONGEST_TO_MEAN, Workload
+
+
+def generate_seconds(config: Config, card: Card, workload: Workload) -> float:
+    """Until the last response of a rollout is there; tools are taken to answer at once."""
+    if not config.num_engines:
+        return 0.0
+    workers = config.rollout_num_gpus_per_engine
+    memory = engine_memory(config, card)
+    requests = max(1.0, workload.samples / config.num_engines)
+    context = workload.mean_prompt + workload.mean_response / 2
+    running = max(1.0, min(requests, config.sglang_server_concurrency, memory.kv_tokens / max(context, 1)))
+    read = _weights_read(config, running) / workers + running * context * kv_bytes_per_token(config) / workers
+    attention = 4 * required(config, "num_layers") * widths(config).queries * context
+    operations = running * (2 * active_matmul_parameters(config) + attention) / workers
+    step = max(read / (card.bandwidth * BANDWIDTH_SHARE), operations / (card.peak_flops * GEMM_SHARE))
+    step += DECODE_STEP_SECONDS + DECODE_LAYER_SECONDS * required(config, "num_layers")
+    if workers > 1:
+        reduced = 2 * required(config, "num_layers") * running * required(config, "hidden_size") * BF16
+        link = card.nvlink if workers <= config.actor_num_gpus_per_node else card.network
+        step += 2 * reduced * (workers - 1) / workers / (link * LINK_SHARE)
+    # Each prompt of a group is computed once and then comes from the cache.
+    prompts = requests / config.n_samples_per_prompt * workload.mean_prompt
+    prefill = 2 * active_matmul_parameters(config) * prompts / workers / (card.peak_flops * GEMM_SHARE)
+    waves = requests / running
+    return prefill + step * workload.mean_response * (waves - 1 + LONGEST_TO_MEAN)
+
+
+def _weights_read(config: Config, running: float) -> float:
+    """Bytes of weights that a decoding step of so many requests reads, on all workers of the engine."""
+    experts = all_expert_parameters(config)
+    rest = total_parameters(config) - experts
+    if any(moe_layers(config)):
+        missed = 1 - required(config, "moe_router_topk") / required(config, "num_experts")
+        experts *= 1 - missed**running
+    return BF16 * (rest + experts)
+
+
+def sync_seconds(config: Config, card: Card) -> float:
+    """All weights in bf16, gathered and handed over; a copy of the model that spans hosts works over the network."""
+    if not config.num_engines:
+        return 0.0
+    size = total_parameters(config) * BF16
+    gpus = config.actor_num_gpus_per_node
+    shards = max(config.model_parallel_size, config.expert_model_parallel_size * config.pipeline_model_parallel_size)
+    within = config.actor_num_nodes == 1 or (config.colocate and shards <= gpus)
+    return SYNC_SECONDS + size / ((card.nvlink if within else card.network) * LINK_SHARE)
+
+
+def offload_seconds(config: Config, card: Card, trainer: TrainerMemory) -> float:
+    """Weights and optimizer state to the host and back, all GPUs of a host at once."""
+    if not config.offloads_train:
+        return 0.0
+    return 2 * (trainer.weights + trainer.optimizer + trainer.critic) / card.host_link
