@@ -12,7 +12,7 @@ https://arxiv.org/abs/2205.05198, for gated MLPs and fused attention):
     experts     n (h + 3 e)    instead: what reaches the experts, and the same of each; with etp > 1 n (etp h + 3 e)
                 2 h            and the norm is a module of its own, whose output the router and the dispatcher keep
     softmax     heads          log-sums, fp32
-    local       k + q / 2      layers without Transformer Engine: a contiguous copy of the values, ...
+    local       2 h            what layers without Transformer Engine keep beyond that (fitted: docs/performance.md)
 
 Expert-parallel ranks get tokens as the router likes (nothing balances it): the fullest rank is taken to get
 `EXPERT_IMBALANCE` times its share.
@@ -59,11 +59,12 @@ def layer_bytes(config: Config) -> float:
     """Of one token in a mean layer, nothing recomputed."""
     w, tp = widths(config), config.tensor_model_parallel_size
     attention = (w.queries + 2 * w.keys) + (w.queries + w.keys) + w.queries
-    if config.transformer_impl == "local":
-        attention += w.keys + w.queries // 2
     width = element_bytes(config)
-    mlp = mean_over_layers(config, width * 3 * w.ffn / tp, width * _expert_width(config))
-    return 4 * layer_input_bytes(config) + width * attention / tp + FP32 * w.heads / tp + mlp
+    mlp = mean_over_layers(
+        config, width * 3 * w.ffn / tp, width * _expert_width(config) + 2 * layer_input_bytes(config)
+    )
+    residual = (6 if config.transformer_impl == "local" else 4) * layer_input_bytes(config)
+    return residual + width * attention / tp + FP32 * w.heads / tp + mlp
 
 
 def layer_backward_bytes(config: Config) -> float:

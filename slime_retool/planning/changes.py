@@ -12,7 +12,8 @@ from megatron_bridge.model_config import required
 from slime_retool.config import Config
 from slime_retool.planning.cards import Card
 from slime_retool.planning.memory import MEM_FRACTION
-from slime_retool.planning.plan import make_plan
+from slime_retool.planning.plan import check_layout, find_problems, make_plan, memory_of_moments
+from slime_retool.planning.workload import Workload
 
 Setting = tuple[str, dict[str, Any]]
 """(flags, what they set)"""
@@ -33,6 +34,7 @@ def changes_that_fit(
     config: Config, card: Card, *, mean_prompt: float, mean_response: float, limit: int = 3
 ) -> list[Change]:
     """Of the layouts that fit, those that change the fewest settings; of these the ones with least GPU time."""
+    workload = Workload.from_means(config.samples_per_rollout, mean_prompt, mean_response)
     groups = [group for group in _settings(config) if group]
     for count in range(1, MOST_CHANGES + 1):
         found: list[Change] = []
@@ -42,10 +44,12 @@ def changes_that_fit(
                 for name, value in itertools.chain.from_iterable(fields.items() for _, fields in settings):
                     setattr(changed, name, value)
                 try:
-                    plan = make_plan(changed, card, mean_prompt=mean_prompt, mean_response=mean_response)
+                    check_layout(changed)
                 except ValueError:
                     continue
-                if plan.fits:
+                _, engine, moments = memory_of_moments(changed, card, workload)
+                if not find_problems(card, workload, engine, moments):
+                    plan = make_plan(changed, card, mean_prompt=mean_prompt, mean_response=mean_response)
                     flags = " ".join(flags for flags, _ in settings)
                     found.append(Change(flags, plan.resident, plan.time.total, plan.gpus))
         if found:

@@ -79,17 +79,9 @@ class Plan:
 
 def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: float) -> Plan:
     """Raises ValueError for a layout that cannot be built."""
-    check_parallel(config)
-    samples = config.global_batch_size or config.samples_per_rollout
-    if samples % config.data_parallel_size:
-        raise ValueError(
-            f"an optimizer step of {samples} samples (--global-batch-size) is no multiple of the "
-            f"{config.data_parallel_size} data-parallel ranks; change it, or the parallel sizes"
-        )
+    check_layout(config)
     workload = Workload.from_means(config.samples_per_rollout, mean_prompt, mean_response)
-    trainer = trainer_memory(config, workload)
-    engine = engine_memory(config, card) if config.num_engines else None
-    moments = _moments(config, trainer, engine)
+    trainer, engine, moments = memory_of_moments(config, card, workload)
     time = _step_time(config, card, workload, trainer)
     engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine
     useful = 3 * forward_flops(config, workload) * workload.tokens
@@ -106,8 +98,28 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
         workload=workload,
         micro_batches=micro_batches(config, workload),
         mfu=useful / (time.train * config.world_size * card.peak_flops),
-        problems=_problems(card, workload, moments, engine),
+        problems=find_problems(card, workload, engine, moments),
     )
+
+
+def check_layout(config: Config) -> None:
+    """Refuse (ValueError) parallel sizes that divide neither the model, the GPUs nor the batch."""
+    check_parallel(config)
+    samples = config.global_batch_size or config.samples_per_rollout
+    if samples % config.data_parallel_size:
+        raise ValueError(
+            f"an optimizer step of {samples} samples (--global-batch-size) is no multiple of the "
+            f"{config.data_parallel_size} data-parallel ranks; change it, or the parallel sizes"
+        )
+
+
+def memory_of_moments(
+    config: Config, card: Card, workload: Workload
+) -> tuple[TrainerMemory, EngineMemory | None, dict[str, int]]:
+    """(trainer, engine, bytes on the fullest GPU at each moment)."""
+    trainer = trainer_memory(config, workload)
+    engine = engine_memory(config, card) if config.num_engines else None
+    return trainer, engine, _moments(config, trainer, engine)
 
 
 def _moments(config: Config, trainer: TrainerMemory, engine: EngineMemory | None) -> dict[str, int]:
@@ -128,7 +140,8 @@ def _moments(config: Config, trainer: TrainerMemory, engine: EngineMemory | None
     return moments
 
 
-def _problems(card: Card, workload: Workload, moments: dict[str, int], engine: EngineMemory | None) -> list[str]:
+def find_problems(card: Card, workload: Workload, engine: EngineMemory | None, moments: dict[str, int]) -> list[str]:
+    """Why it does not fit, in words; none when it does."""
     room = USABLE_SHARE * card.memory_bytes
     found = [
         f"{moment} takes {bytes_ / GIB:.1f} GiB of a GPU's {room / GIB:.1f} usable"
