@@ -33,12 +33,13 @@ class Change:
 def changes_that_fit(
     config: Config, card: Card, *, mean_prompt: float, mean_response: float, limit: int = 3
 ) -> list[Change]:
-    """Of the layouts that fit, those that change the fewest settings; of these the ones with least GPU time."""
+    """The fewest settings that must change; of each choice of settings the values with least GPU time, best first."""
     workload = Workload.from_means(config.samples_per_rollout, mean_prompt, mean_response)
     groups = [group for group in _settings(config) if group]
     for count in range(1, MOST_CHANGES + 1):
         found: list[Change] = []
         for chosen in itertools.combinations(groups, count):
+            fitting: list[Change] = []
             for settings in itertools.product(*chosen):
                 changed = copy.copy(config)
                 for name, value in itertools.chain.from_iterable(fields.items() for _, fields in settings):
@@ -51,10 +52,16 @@ def changes_that_fit(
                 if not find_problems(card, workload, engine, moments):
                     plan = make_plan(changed, card, mean_prompt=mean_prompt, mean_response=mean_response)
                     flags = " ".join(flags for flags, _ in settings)
-                    found.append(Change(flags, plan.resident, plan.time.total, plan.gpus))
+                    fitting.append(Change(flags, plan.resident, plan.time.total, plan.gpus))
+            if fitting:
+                found.append(min(fitting, key=_gpu_seconds))
         if found:
-            return sorted(found, key=lambda change: (change.seconds * change.gpus, change.flags))[:limit]
+            return sorted(found, key=_gpu_seconds)[:limit]
     return []
+
+
+def _gpu_seconds(change: Change) -> tuple[float, str]:
+    return change.seconds * change.gpus, change.flags
 
 
 def _settings(config: Config) -> Iterator[list[Setting]]:
