@@ -86,16 +86,16 @@ def work(mean: float, samples: int = 256) -> Workload:
 
 def test_memory_of_4b_on_one_gpu_by_hand():
     """Qwen3-4B, 16,384 tokens: 4,022,468,096 parameters and 256 padded words of 2560 (18 bytes each); a layer keeps
-    109,696 bytes of a token."""
+    111,744 bytes of a token."""
     memory = trainer_memory(config_of("qwen3-4B", max_tokens_per_gpu=16384, **PACKED), work(2000))
     parameters = 4_022_468_096  # 151,936 words are a multiple of 128 already
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * parameters, 4 * parameters, 12 * parameters)
-    kept = 2 * (4 * 2560 + (4096 + 2 * 1024) + (4096 + 1024) + 4096 + 3 * 9728) + 4 * 32
-    assert kept == 109_696
+    kept = 2 * (4 * 2560 + 2 * (4096 + 2 * 1024) + 4096 + 3 * 9728) + 4 * 32
+    assert kept == 111_744
     backward = 2 * 3 * 9728 + 2 * 2 * 2560
     assert memory.activations == 16384 * (36 * kept + 3 * 2 * 2560 + backward)
     assert memory.critic == 0 and 0 < memory.logits < GIB
-    assert memory.allocated / GIB == pytest.approx(129.7, abs=0.1)  # measured: 128.1 with micro-batches 97% full
+    assert memory.allocated / GIB == pytest.approx(130.8, abs=0.1)
 
 
 def test_memory_of_32b_on_32_gpus_by_hand():

@@ -80,14 +80,14 @@ def _kept_by(config: Config, rank: int, world_size: int) -> int:
 def test_a_layer_keeps_what_the_plan_counts(name, kept):
     """The CPU's modules are not fused; beyond what fused ones keep, these tensors stay:
 
-    norms: the normalised input before the weight (2 h; q + k for those of the heads) and one number per row; the
-    queries once more, before their norm (q), and the attention's output in its own order (q); SwiGLU: silu(gate) and a
-    copy of its input (2 f).
+    norms: the normalised input before the weight (2 h; q + k for those of the heads) and one number per row;
+    attention: its output in its own order (q); SwiGLU: silu(gate) (f).
+    The values (k) are no tensor of their own, but a part of the projection.
     """
     config = _config(1, **LAYOUTS[name])
     tp, w = config.tensor_model_parallel_size, widths(config)
     split = 4 * w.hidden / layer_input_bytes(config)  # how often the residual is divided
-    unfused = 2 * w.hidden / split + (3 * w.queries + w.keys + 2 * w.ffn) / tp
+    unfused = 2 * w.hidden / split + (w.queries + w.keys + w.queries + w.ffn - w.keys) / tp
     rows = 2 / split + (w.heads + w.keys / 16) / tp
     assert kept[name] == layer_bytes(config) + 4 * (unfused + rows)
 

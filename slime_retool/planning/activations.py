@@ -6,7 +6,7 @@ https://arxiv.org/abs/2205.05198, for gated MLPs and fused attention):
 
     norms       4 h            both norms' inputs and outputs         split by TP only with sequence parallelism
     attention   q + 2 k        the projection                         split by TP
-                q + k          rotated queries and keys
+                q + 2 k        rotated queries and keys, and the values, as attention takes them
                 q              the output
     MLP         3 f            both parts of fc1's output, and their gated product
     experts     n (h + 3 e)    instead: what reaches the experts, and the same of each; with etp > 1 n (etp h + 3 e)
@@ -58,7 +58,7 @@ def layer_input_bytes(config: Config) -> float:
 def layer_bytes(config: Config) -> float:
     """Of one token in a mean layer, nothing recomputed."""
     w, tp = widths(config), config.tensor_model_parallel_size
-    attention = (w.queries + 2 * w.keys) + (w.queries + w.keys) + w.queries
+    attention = 2 * (w.queries + 2 * w.keys) + w.queries
     width = element_bytes(config)
     mlp = mean_over_layers(
         config, width * 3 * w.ffn / tp, width * _expert_width(config) + 2 * layer_input_bytes(config)

@@ -6,8 +6,8 @@ A training step is the sum of parts that do not overlap; per token, layer and ra
     matrices    2 operations per parameter in forward, 4 in backward (2 for frozen weights: no weight gradient), and
                 the bytes of their operands: (inputs + outputs) each time
     attention   2 q s operations in forward (half of the square; s = length of the sequence), 4 q s in backward
-    elementwise 10 h + 4 (q + k) + 3 f elements read or written in forward, 12 h + 5 (q + k) + 5 f in backward:
-                norms, rotary, SwiGLU, residuals
+    elementwise 10 h + 2 (q + 2 k) + 3 f elements read or written in forward, 12 h + 3 (q + 2 k) + 5 f in backward:
+                norms and residuals, `megatron_bridge.fused` for heads and SwiGLU
     logits      for learned tokens only: 2 operations per parameter in forward, 6 in backward (made again), and 22
                 bytes per column of chunks written and read in fp32 and bf16
     TP          4 times the residual's (tp - 1) / tp in forward, 6 in backward with sequence parallelism (inputs are
@@ -172,10 +172,10 @@ def _elementwise(config: Config, card: Card) -> Pass:
         routed = required(config, "moe_router_topk") * required(config, "moe_ffn_hidden_size")
         inner = round(mean_over_layers(config, w.ffn, routed * expert_imbalance(config)))
     rate = card.bandwidth * BANDWIDTH_SHARE / BF16
-    heads = (w.queries + w.keys) / tp
+    heads = (w.queries + 2 * w.keys) / tp
     return Pass(
-        (10 * w.hidden / split + 4 * heads + 3 * inner / tp) / rate,
-        (12 * w.hidden / split + 5 * heads + 5 * inner / tp) / rate,
+        (10 * w.hidden / split + 2 * heads + 3 * inner / tp) / rate,
+        (12 * w.hidden / split + 3 * heads + 5 * inner / tp) / rate,
     )
 
 
