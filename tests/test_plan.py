@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def test_engines_that_cannot_hold_one_sample_do_not_fit():
     config = config_of(
         "qwen2.5-32B", actor_num_gpus_per_node=8, rollout_num_gpus=8, use_dynamic_batch_size=True,
         max_tokens_per_gpu=8192, tensor_model_parallel_size=8, sequence_parallel=True, optimizer_cpu_offload=True,
-        **RECOMPUTE,
+        rollout_max_response_len=32000, **RECOMPUTE,
     )  # fmt: skip
     plan = make_plan(config, CARDS["h100"], mean_prompt=200, mean_response=16000)
     assert not plan.fits and "an engine's cache holds" in plan.problems[0]
@@ -227,6 +228,18 @@ def test_what_is_suggested_fits_when_it_is_added_to_the_flags(case, capsys):
         assert main(["plan", *flags, *change["flags"].split()]) == 0, change["flags"]
         again = json.loads(capsys.readouterr().out)
         assert (again["resident"], again["gpus"]) == (change["resident"], change["gpus"])
+
+
+def test_the_recipes_own_flags_can_be_planned_as_the_documentation_says(capsys):
+    """4 hosts of H100 are enough for the 32B recipe, 1 is not."""
+    found = {}
+    for nodes in ("1", "4"):
+        script = ROOT / "examples" / "retool" / "retool_qwen2.5_32b_dapo.sh"
+        env = {**os.environ, "PYTHON": "echo", "NUM_NODES": nodes, "MODEL": "", "RAY_ADDRESS": ""}
+        line = subprocess.run(["bash", script], env=env, check=True, capture_output=True, text=True).stdout
+        found[nodes] = main(["plan", "--mean-response", "4000", *line.split()[2:]])
+        assert f"32.76B parameters on {8 * int(nodes)} x H100" in capsys.readouterr().out
+    assert found == {"1": 1, "4": 0}
 
 
 def test_time_grows_with_tokens_and_shrinks_with_gpus():

@@ -36,7 +36,7 @@ CARDS = {
     "b200": Card("B200 180GB SXM", 183_359 * MIB, 2250e12, 7.7e12, 900e9, 50e9, 55e9),
 }
 
-GEMM_SHARE = 0.66
+GEMM_SHARE = 0.68
 """Of the peak, large bf16 matrix products of real values: fitted to the train steps of docs/performance.md. The
 card's own matrix rate there, about 790 of 989 TFLOP/s, is that of long runs of one product."""
 EXPERT_GEMM_SHARE = 0.5
@@ -45,10 +45,15 @@ ATTENTION_FORWARD_SHARE, ATTENTION_BACKWARD_SHARE = 0.50, 0.36
 """Of the peak, fused causal attention over packed sequences, counting half of the square. FlashAttention-3
 (https://arxiv.org/abs/2407.08608, figures 5 and 6) reaches 0.4 to 0.65 forward and 0.35 to 0.55 backward at 1k to
 8k."""
+LOCAL_SHARE = 0.7
+"""Of the rate with Transformer Engine, layers without it: fitted to the 0.6B row of docs/performance.md."""
 BANDWIDTH_SHARE = 0.8
 """Of the datasheet's device-memory bandwidth that long copies and elementwise kernels reach (a usual STREAM figure)."""
 LINK_SHARE = 0.7
 """Of NVLink's and the network's rate that large collectives reach: nccl-tests shows 320 to 370 of 450 GB/s."""
+HOST_ADAM_BANDWIDTH = 25e9
+"""Bytes per second and GPU of an optimizer on the host: half of about 400 GB/s of two sockets, for 8 GPUs. An
+assumption."""
 PIPELINE_SEND_SECONDS = 0.2e-3
 """Fixed time of passing one micro-batch to the next stage: shapes go first (variable lengths), each with a wait."""
 STEP_SECONDS = 20e-3

@@ -34,7 +34,7 @@ def changes_that_fit(
     config: Config, card: Card, *, mean_prompt: float, mean_response: float, limit: int = 3
 ) -> list[Change]:
     """The fewest settings that must change; of each choice of settings the values with least GPU time, best first."""
-    workload = Workload.from_means(config.samples_per_rollout, mean_prompt, mean_response)
+    workload = Workload.of_run(config, mean_prompt, mean_response)
     groups = [group for group in _settings(config) if group]
     for count in range(1, MOST_CHANGES + 1):
         found: list[Change] = []

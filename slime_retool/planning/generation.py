@@ -3,7 +3,7 @@
 A decoding step reads the engine's weights (of experts those that any running request is sent to) and the cached keys
 and values of all running requests, or takes as long as its operations, whichever is more; and pays a fixed time, and
 two all-reduces a layer where the engine spans several GPUs. Requests run in waves of as many as concurrency and cache
-allow; the last wave lasts until its longest response ends.
+allow; then those that are longer than the mean end, `TAIL_SHARE` of a wave on average.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from slime_retool.planning.parameters import (
     total_parameters,
     widths,
 )
-from slime_retool.planning.workload import LONGEST_TO_MEAN, Workload
+from slime_retool.planning.workload import Workload
+
+TAIL_SHARE = 0.05
+"""An assumption: few responses run into the limit, but the rollout waits for them."""
 
 
 def generate_seconds(config: Config, card: Card, workload: Workload) -> float:
@@ -39,6 +42,21 @@ def generate_seconds(config: Config, card: Card, workload: Workload) -> float:
     requests = max(1.0, workload.samples / config.num_engines)
     context = workload.mean_prompt + workload.mean_response / 2
     running = max(1.0, min(requests, config.sglang_server_concurrency, memory.kv_tokens / max(context, 1)))
+    # Each prompt of a group is computed once and then comes from the cache.
+    prompts = requests / config.n_samples_per_prompt * workload.mean_prompt
+    prefill = 2 * active_matmul_parameters(config) * prompts / workers / (card.peak_flops * GEMM_SHARE)
+    waves = requests / running
+    tail = max(0.0, workload.longest - workload.mean_prompt - workload.mean_response)
+    return (
+        prefill
+        + workload.mean_response * waves * _decode_seconds(config, card, running, context)
+        + tail * _decode_seconds(config, card, max(1.0, TAIL_SHARE * running), workload.longest)
+    )
+
+
+def _decode_seconds(config: Config, card: Card, running: float, context: float) -> float:
+    """One step of so many requests, of so many tokens each."""
+    workers = config.rollout_num_gpus_per_engine
     read = _weights_read(config, running) / workers + running * context * kv_bytes_per_token(config) / workers
     attention = 4 * required(config, "num_layers") * widths(config).queries * context
     operations = running * (2 * active_matmul_parameters(config) + attention) / workers
@@ -48,11 +66,7 @@ def generate_seconds(config: Config, card: Card, workload: Workload) -> float:
         reduced = 2 * required(config, "num_layers") * running * required(config, "hidden_size") * BF16
         link = card.nvlink if workers <= config.actor_num_gpus_per_node else card.network
         step += 2 * reduced * (workers - 1) / workers / (link * LINK_SHARE)
-    # Each prompt of a group is computed once and then comes from the cache.
-    prompts = requests / config.n_samples_per_prompt * workload.mean_prompt
-    prefill = 2 * active_matmul_parameters(config) * prompts / workers / (card.peak_flops * GEMM_SHARE)
-    waves = requests / running
-    return prefill + step * workload.mean_response * (waves - 1 + LONGEST_TO_MEAN)
+    return step
 
 
 def _weights_read(config: Config, running: float) -> float:

@@ -80,7 +80,7 @@ class Plan:
 def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: float) -> Plan:
     """Raises ValueError for a layout that cannot be built."""
     check_layout(config)
-    workload = Workload.from_means(config.samples_per_rollout, mean_prompt, mean_response)
+    workload = Workload.of_run(config, mean_prompt, mean_response)
     trainer, engine, moments = memory_of_moments(config, card, workload)
     time = _step_time(config, card, workload, trainer)
     engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine

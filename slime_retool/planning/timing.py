@@ -34,7 +34,9 @@ from slime_retool.planning.cards import (
     BANDWIDTH_SHARE,
     EXPERT_GEMM_SHARE,
     GEMM_SHARE,
+    HOST_ADAM_BANDWIDTH,
     LINK_SHARE,
+    LOCAL_SHARE,
     PIPELINE_SEND_SECONDS,
     STEP_SECONDS,
     Card,
@@ -125,7 +127,10 @@ def layer_pass(config: Config, card: Card, attended: float) -> Pass:
     )
     scores = 2 * w.queries / tp * attended / card.peak_flops
     core = Pass(scores / ATTENTION_FORWARD_SHARE, 2 * scores / ATTENTION_BACKWARD_SHARE)
-    total = attention + mlp + core + _elementwise(config, card) + _layer_traffic(config, card)
+    total = attention + mlp + core + _elementwise(config, card)
+    if config.transformer_impl == "local":
+        total = total.times(1 / LOCAL_SHARE)
+    total += _layer_traffic(config, card)
     if config.lora is not None:
         total += _adapters(config, card)
     return total
@@ -221,7 +226,7 @@ def _reduce_seconds(config: Config, card: Card, last_backward: float) -> float:
 def _adam_seconds(config: Config, card: Card) -> float:
     """Zero the gradients (4 bytes); of a shard: their norm (4), clip (8), Adam reads 16 and writes 12, bf16 weights 2.
 
-    An optimizer on the host moves gradients there and weights back (6) instead, and updates no faster.
+    On the host the 28 bytes are its memory's, and gradients go there and weights come back (6).
     """
     dense, experts = rank_parameters(config)
     if config.lora is not None:
@@ -230,8 +235,10 @@ def _adam_seconds(config: Config, card: Card) -> float:
     shard = dense + experts
     if config.use_distributed_optimizer:
         shard = dense / (config.data_parallel_size * config.context_parallel_size) + experts / expert_replicas(config)
-    on_device = (4 * (dense + experts) + 42 * shard) / (card.bandwidth * BANDWIDTH_SHARE)
-    return on_device + (6 * shard / card.host_link if config.optimizer_cpu_offload else 0.0)
+    away = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+    on_device = 4 * (dense + experts) + 14 * shard + 28 * shard * (1 - away)
+    on_host = 28 * shard * away / HOST_ADAM_BANDWIDTH + 6 * shard * away / card.host_link
+    return on_device / (card.bandwidth * BANDWIDTH_SHARE) + on_host
 
 
 def rank_parameters(config: Config) -> tuple[float, float]:
