@@ -35,7 +35,7 @@ from benchmarks.shapes import ROOT
 from benchmarks.train_step import Case, make_samples, run_case, trainer_flags
 from benchmarks.train_step import build_parser as train_step_parser
 from slime_retool.config import parse_config
-from slime_retool.planning.cards import CARDS
+from slime_retool.planning.cards import CARDS, Card, card_of_device
 from slime_retool.planning.memory import GIB, stage_memory
 from slime_retool.planning.timing import train_seconds
 from slime_retool.planning.workload import Workload
@@ -92,7 +92,7 @@ def percent_off(measured: float, predicted: float) -> float:
     return 100 * (predicted / measured - 1)
 
 
-def predict(case: Case, card: str) -> tuple[float, float]:
+def predict(case: Case, card: Card) -> tuple[float, float]:
     """(GiB of rank 0, seconds of a step) of `slime-retool plan` for the case's flags and the samples it is timed on."""
     config = parse_config(trainer_flags(case, "cuda"))
     assert config.vocab_size is not None
@@ -102,12 +102,12 @@ def predict(case: Case, card: str) -> tuple[float, float]:
     config.rollout_batch_size = round(len(samples) / STEPS)
     workload = replace(whole, samples=config.rollout_batch_size)
     memory = stage_memory(config, workload, stage=0)
-    return memory.allocated / GIB, train_seconds(config, CARDS[card], workload)
+    return memory.allocated / GIB, train_seconds(config, card, workload)
 
 
-def card_of(device: str) -> str:
-    """The plan's name for a device such as "NVIDIA H200"; a CPU's figures are compared with the first card's."""
-    return next((name for name in CARDS if name in device.lower()), next(iter(CARDS)))
+def card_of(device: str) -> Card:
+    """The plan's card for a device; what is none (a CPU) is compared with an H200."""
+    return card_of_device(device) or CARDS["h200"]
 
 
 def compare(case: Case, figures: dict[str, Any]) -> Comparison:

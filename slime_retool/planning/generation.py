@@ -20,9 +20,9 @@ from slime_retool.planning.cards import (
     SYNC_SECONDS,
     Card,
 )
+from slime_retool.planning.flops import layers_matmul_parameters, output_parameters
 from slime_retool.planning.memory import TrainerMemory, engine_memory, kv_bytes_per_token
 from slime_retool.planning.parameters import (
-    active_matmul_parameters,
     all_expert_parameters,
     total_parameters,
     widths,
@@ -44,7 +44,8 @@ def generate_seconds(config: Config, card: Card, workload: Workload) -> float:
     running = max(1.0, min(requests, config.sglang_server_concurrency, memory.kv_tokens / max(context, 1)))
     # Each prompt of a group is computed once and then comes from the cache.
     prompts = requests / config.n_samples_per_prompt * workload.mean_prompt
-    prefill = 2 * active_matmul_parameters(config) * prompts / workers / (card.peak_flops * GEMM_SHARE)
+    matrices = layers_matmul_parameters(config) + output_parameters(config)
+    prefill = 2 * matrices * prompts / workers / (card.peak_flops * GEMM_SHARE)
     waves = requests / running
     tail = max(0.0, workload.longest - workload.mean_prompt - workload.mean_response)
     return (
@@ -59,7 +60,8 @@ def _decode_seconds(config: Config, card: Card, running: float, context: float) 
     workers = config.rollout_num_gpus_per_engine
     read = _weights_read(config, running) / workers + running * context * kv_bytes_per_token(config) / workers
     attention = 4 * required(config, "num_layers") * widths(config).queries * context
-    operations = running * (2 * active_matmul_parameters(config) + attention) / workers
+    matrices = layers_matmul_parameters(config) + output_parameters(config)
+    operations = running * (2 * matrices + attention) / workers
     step = max(read / (card.bandwidth * BANDWIDTH_SHARE), operations / (card.peak_flops * GEMM_SHARE))
     step += DECODE_STEP_SECONDS + DECODE_LAYER_SECONDS * required(config, "num_layers")
     if workers > 1:

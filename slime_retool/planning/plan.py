@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slime_retool.config import Config
 from slime_retool.config.parallel import check_parallel
 from slime_retool.planning.cards import Card
+from slime_retool.planning.flops import model_flops
 from slime_retool.planning.generation import generate_seconds, offload_seconds, sync_seconds
 from slime_retool.planning.memory import (
     ENGINE_RUNTIME_BYTES,
@@ -20,7 +21,7 @@ from slime_retool.planning.memory import (
     trainer_memory,
 )
 from slime_retool.planning.parameters import active_parameters, total_parameters
-from slime_retool.planning.timing import forward_flops, forward_seconds, train_seconds
+from slime_retool.planning.timing import forward_seconds, train_seconds
 from slime_retool.planning.workload import Workload
 
 USABLE_SHARE = 0.95
@@ -63,7 +64,7 @@ class Plan:
     workload: Workload
     micro_batches: int
     mfu: float
-    """Of the training phase: recomputation counts as nothing."""
+    """Of the training phase, counted as `perf/train_mfu` is."""
     problems: list[str]
     """Why it does not fit; empty when it does."""
 
@@ -84,7 +85,9 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
     trainer, engine, moments = memory_of_moments(config, card, workload)
     time = _step_time(config, card, workload, trainer)
     engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine
-    useful = 3 * forward_flops(config, workload) * workload.tokens
+    length = workload.attended
+    of_sequence = model_flops(config, [length], training=True, logit_tokens=length * workload.learned, lora=config.lora)
+    useful = of_sequence / length * workload.tokens
     return Plan(
         parameters=total_parameters(config),
         active_parameters=active_parameters(config),

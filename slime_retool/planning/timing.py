@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_bridge.model_config import ModelArgs, moe_layers, padded_vocab_size, required
+from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
 from slime_retool.config import Config
 from slime_retool.planning.activations import BF16, FP32, expert_imbalance, mean_over_layers, splits_sequence
 from slime_retool.planning.cards import (
@@ -43,7 +43,6 @@ from slime_retool.planning.cards import (
 )
 from slime_retool.planning.memory import layers_of_stages, micro_batches
 from slime_retool.planning.parameters import (
-    active_matmul_parameters,
     adapter_parameters,
     all_expert_parameters,
     stage_parameters,
@@ -64,12 +63,6 @@ class Pass:
 
     def times(self, count: float) -> Pass:
         return Pass(self.forward * count, self.backward * count)
-
-
-def forward_flops(model: ModelArgs, workload: Workload) -> float:
-    """Of a mean token, the output layer at all of them: the numerator of MFU."""
-    attention = 2 * required(model, "num_layers") * widths(model).queries * workload.attended
-    return 2.0 * active_matmul_parameters(model) + attention
 
 
 def train_seconds(config: Config, card: Card, workload: Workload, *, logits: bool = True) -> float:
