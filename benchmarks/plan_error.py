@@ -5,13 +5,14 @@
     python benchmarks/plan_error.py --report                          # predict anew what was measured before
     python benchmarks/plan_error.py --device cpu --model tiny         # that it works; its figures mean nothing
 
-Each case runs through benchmarks/train_step.py in processes of its own, several cases at a time while GPUs are free
-(of those in CUDA_VISIBLE_DEVICES, where that is set). What was measured is kept as RESULTS/plan_cases/CASE.json, so
-several calls on different GPUs may share a folder: each prints, and writes the worst error of, all cases found there.
+Each case trains on the batches of benchmarks/train_step.py in processes of its own, several cases at a time while GPUs
+are free (of those in CUDA_VISIBLE_DEVICES, where that is set). What was measured is kept as
+RESULTS/plan_cases/CASE.json, so several calls on different GPUs may share a folder: each prints, and writes the worst
+error of, all cases found there.
 
-Memory is rank 0's, a rank of the first pipeline stage: `torch.cuda.max_memory_allocated` against the plan's weights,
-gradients, optimizer, activations and logits, without the CUDA context and NCCL's buffers, which torch does not count.
-Time is the median timed step against the plan's for samples of the very same lengths.
+Memory is the fullest rank's: `memory/trainer_peak_gib` of the trainer's own metrics (what tensors held) against the
+plan's weights, gradients, optimizer, activations and logits, without the CUDA context and NCCL's buffers, which torch
+does not count. Time is the median timed step against the plan's for samples of the very same lengths.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import json
 import os
 import queue
+import statistics
 import subprocess
 import sys
 import time
@@ -30,13 +32,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.ranks import run_ranks
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT
-from benchmarks.train_step import Case, make_samples, run_case, trainer_flags
-from benchmarks.train_step import build_parser as train_step_parser
+from benchmarks.train_step import Case, make_samples, trainer_flags
 from slime_retool.config import parse_config
 from slime_retool.planning.cards import CARDS, Card, card_of_device
-from slime_retool.planning.memory import GIB, stage_memory
+from slime_retool.planning.memory import GIB, trainer_memory
 from slime_retool.planning.timing import train_seconds
 from slime_retool.planning.workload import Workload
 
@@ -74,7 +76,7 @@ class Comparison:
 
     case: str
     gib: tuple[float, float]
-    """Peak memory of rank 0, measured and predicted."""
+    """Peak memory of the fullest rank, measured and predicted."""
     seconds: tuple[float, float]
     """Of a step, measured and predicted."""
     device: str
@@ -93,7 +95,7 @@ def percent_off(measured: float, predicted: float) -> float:
 
 
 def predict(case: Case, card: Card) -> tuple[float, float]:
-    """(GiB of rank 0, seconds of a step) of `slime-retool plan` for the case's flags and the samples it is timed on."""
+    """(GiB of the fullest rank, seconds of a step) by the plan, for the case's flags and the samples it is timed on."""
     config = parse_config(trainer_flags(case, "cuda"))
     assert config.vocab_size is not None
     steps = [make_samples(case, config.vocab_size, seed=SEED + WARMUP + index) for index in range(STEPS)]
@@ -101,7 +103,7 @@ def predict(case: Case, card: Card) -> tuple[float, float]:
     whole = Workload.from_lengths([s.length for s in samples], sum(s.num_loss_tokens for s in samples))
     config.rollout_batch_size = round(len(samples) / STEPS)
     workload = replace(whole, samples=config.rollout_batch_size)
-    memory = stage_memory(config, workload, stage=0)
+    memory = trainer_memory(config, workload)
     return memory.allocated / GIB, train_seconds(config, card, workload)
 
 
@@ -127,10 +129,47 @@ def row(found: Comparison, case: Case, tokens_per_second: float) -> str:
     )
 
 
+def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Train; figures of the timed steps."""
+    import torch
+
+    from slime_retool.trainer.core import Trainer
+    from slime_retool.types import RolloutBatch
+
+    config = parse_config(trainer_flags(case, args.device))
+    assert config.vocab_size is not None
+    trainer = Trainer(
+        config, rank=args.rank, world_size=case.world_size, local_rank=args.rank, master_addr="127.0.0.1",
+        master_port=args.port,
+    )  # fmt: skip
+    on_gpu = args.device == "cuda"
+    seconds, peaks, tokens = [], [], 0
+    for index in range(WARMUP + STEPS):
+        samples = make_samples(case, config.vocab_size, seed=SEED + index)
+        if on_gpu:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        metrics = trainer.train(RolloutBatch(samples), index)
+        if on_gpu:
+            torch.cuda.synchronize()
+        if index >= WARMUP:
+            seconds.append(time.perf_counter() - begin)
+            peaks.append(metrics["memory/trainer_peak_gib" if on_gpu else "memory/trainer_host_gib"])
+            tokens += sum(sample.length for sample in samples)
+    trainer.shutdown()
+    return {
+        "peak_gib": max(peaks),
+        "step_seconds": statistics.median(seconds),
+        "tokens_per_second": tokens / sum(seconds) / case.world_size,
+        "micro_batches": metrics["train/micro_batches"],
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+    }
+
+
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Run the case here and keep its figures; {"error": why} when it fails or runs out of time."""
-    options = ["--device", args.device, "--warmup", str(WARMUP), "--steps", str(STEPS), "--timeout", str(args.timeout)]
-    figures = run_case(case, train_step_parser().parse_args(options))
+    command = [sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--device", args.device]
+    figures = run_ranks(command, case.world_size, args.timeout)
     record = {"case": asdict(case), "figures": figures}
     folder = args.out_dir / "plan_cases"
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,12 +222,17 @@ def visible_devices(args: argparse.Namespace) -> list[str]:
     return names[: args.gpus] if args.gpus else names
 
 
+def read_case(fields: dict[str, Any]) -> Case:
+    """From JSON, which knows no tuples."""
+    return Case(**{**fields, "flags": tuple(fields["flags"])})
+
+
 def load(out_dir: Path) -> list[tuple[Case, dict[str, Any]]]:
     """All cases that were measured into this folder."""
     found = []
     for path in sorted((out_dir / "plan_cases").glob("*.json")):
         record = json.loads(path.read_text())
-        found.append((Case(**{**record["case"], "flags": tuple(record["case"]["flags"])}), record["figures"]))
+        found.append((read_case(record["case"]), record["figures"]))
     return found
 
 
@@ -228,7 +272,7 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def fits(case: Case, args: argparse.Namespace) -> bool:
-    """Whether the plan says that rank 0 fits the card; says so where it does not."""
+    """Whether the plan says that the case fits the card; says so where it does not."""
     if args.device == "cpu":
         return True
     import torch
@@ -251,7 +295,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--report", action="store_true", help="run nothing: the table of what was measured before")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    for name in ("--measure", "--worker", "--result"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    for name in ("--rank", "--port"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     return parser
 
 
@@ -259,9 +306,13 @@ def main() -> int:
     args = build_parser().parse_args()
     if args.out_dir is None:
         args.out_dir = ROOT / "benchmarks" / ("results" if args.device == "cuda" else "results-cpu")
+    if args.worker:
+        figures = run_rank(read_case(json.loads(args.worker)), args)
+        if args.rank == 0:
+            Path(args.result).write_text(json.dumps(figures))
+        return 0
     if args.measure:
-        fields = json.loads(args.measure)
-        case = Case(**{**fields, "flags": tuple(fields["flags"])})
+        case = read_case(json.loads(args.measure))
         figures = measure(case, args)
         if "error" in figures:
             print(f"{case.name}: failed: {figures['error']}")
