@@ -18,11 +18,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from slime_retool.cluster.actors import EngineActor, TrainerActor
+from slime_retool.cluster.files import check_files
 from slime_retool.cluster.placement import Placement, Slot, place
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
+from slime_retool.errors import ConfigError, WeightUpdateError
 from slime_retool.types import RolloutBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Cluster:
         try:
             self._connect()
             self._placement = place(self._config)
+            check_files(self._config, self._placement)
         except BaseException:
             self.close()
             raise
@@ -64,21 +67,28 @@ class Cluster:
     def _connect(self) -> None:
         env = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in _python_path() if p)}}
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
-        if self._config.ray_address is not None:
-            ray.init(address=self._config.ray_address, **options)
+        # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
+        address = self._config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+        if address != "local":
+            try:
+                ray.init(address=address, **options)
+            except ConnectionError as error:
+                raise ConfigError(
+                    f"no Ray cluster answers at {address} (--ray-address or RAY_ADDRESS): start one with `ray start "
+                    "--head`, or leave both out for a private one"
+                ) from error
         else:
             # Processes here reserve no CPUs, so any number of them fits on any machine.
-            ray.init(num_cpus=1, include_dashboard=False, object_store_memory=_object_store_bytes(), **options)
+            options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
+            ray.init(address="local", **options)
         self._owns_ray = True
 
     def start_trainers(self) -> tuple[int, dict[str, Any]]:
         """Start every trainer rank and load weights. Returns (first rollout's number, state saved with it)."""
         assert self._placement is not None
         apart = self._config.critic_world_size > 0
-        share = 0.5 if self._config.colocate else 1.0
-        self._trainers = self._make_trainers(
-            self._config, self._placement.trainers, "actor" if apart else "all", share=share
-        )
+        roles = "actor" if apart else "all"
+        self._trainers = self._make_trainers(self._config, self._placement.trainers, roles)
         if apart:
             own = dataclasses.replace(
                 self._config,
@@ -86,7 +96,7 @@ class Cluster:
                 actor_num_gpus_per_node=self._config.critic_num_gpus_per_node or 1,
                 offload_train=False,  # nobody else wants its devices
             )
-            self._critics = self._make_trainers(own, self._placement.critics, "critic", share=1.0)
+            self._critics = self._make_trainers(own, self._placement.critics, "critic")
         starting = []
         for group in (self._trainers, self._critics):
             if group:
@@ -94,34 +104,57 @@ class Cluster:
                 starting += [actor.start.remote(address, port) for actor in group]
         return _get(starting)[0]
 
-    def _make_trainers(self, config: Config, slots: list[Slot], roles: str, *, share: float) -> list[Any]:
+    def _make_trainers(self, config: Config, slots: list[Slot], roles: str) -> list[Any]:
+        assert len(slots) == config.world_size
+        environment = TRAINER_ENVIRONMENT if config.on_cuda else {}
+        shipped = ray.put(config.with_absolute_paths())
+        return [
+            TrainerActor.options(**slot.options(environment)).remote(
+                shipped, rank, roles=roles, several_hosts=self._several_hosts
+            )
+            for rank, slot in enumerate(slots)
+        ]
+
+    @property
+    def _several_hosts(self) -> bool:
+        """Whether processes of this run must be reached from other hosts."""
         assert self._placement is not None
-        actors = []
-        for rank in range(config.world_size):
-            options: dict[str, Any] = {}
-            if config.on_cuda:
-                options["runtime_env"] = {"env_vars": TRAINER_ENVIRONMENT}
-                options |= {"num_gpus": share, "scheduling_strategy": self._placement.strategy(slots[rank])}
-            actors.append(TrainerActor.options(**options).remote(config, rank, roles))
-        return actors
+        return self._placement.several_hosts or self._config.engines_elsewhere
 
     def start_engines(self) -> list[str]:
         """Start every engine, at once. Returns their URLs (or those of the external ones)."""
         assert self._placement is not None
         if self._config.rollout_external_urls:
-            return self._know(self._config.rollout_external_urls)
+            return self._know_external()
+        shipped = ray.put(self._config.with_absolute_paths())
         for index, slots in enumerate(self._placement.engines):
-            options: dict[str, Any] = {}
-            if slots:
-                # The server is given its devices by number; this only puts the actor on their host.
-                options = {"num_gpus": 0.01, "scheduling_strategy": self._placement.strategy(slots[0])}
-            gpus = [slot.gpu for slot in slots] or None
-            self._engines.append(EngineActor.options(**options).remote(self._config, index, gpus))
+            # The first slot puts the actor on their host; the server itself is given all devices by number.
+            gpus = [slot.gpu for slot in slots if slot.gpu is not None] or None
+            actor = EngineActor.options(**slots[0].options())
+            self._engines.append(actor.remote(shipped, index, gpus, several_hosts=self._several_hosts))
         return self._know(_get([actor.start.remote() for actor in self._engines]))
 
     def _know(self, urls: Sequence[str]) -> list[str]:
         self._admins = [EngineAdmin(url, timeout=self._config.distributed_timeout_minutes * 60) for url in urls]
         return list(urls)
+
+    def _know_external(self) -> list[str]:
+        """The servers of --rollout-external-urls. Raises ConfigError for one that cannot be used."""
+        config = self._config
+        urls = self._know([url.rstrip("/") for url in config.rollout_external_urls])
+        for engine in self._admins:
+            try:
+                workers = engine.tensor_parallel_size()
+            except WeightUpdateError as error:
+                raise ConfigError(f"--rollout-external-urls: no SGLang server answers there: {error}") from error
+            expected = config.rollout_num_gpus_per_engine if config.on_cuda else 1
+            if workers != expected and config.weight_transport == "broadcast":
+                raise ConfigError(
+                    f"--rollout-external-urls: {engine.url} has {workers} tensor-parallel workers, the flags say "
+                    f"{expected}; set --rollout-num-gpus-per-engine {workers} (all external "
+                    "engines alike) or --update-weight-transport disk"
+                )
+        return urls
 
     def start_router(self, urls: list[str]) -> str:
         """Start the router in front of `urls`. Returns its URL."""

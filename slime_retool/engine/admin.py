@@ -57,6 +57,10 @@ class EngineAdmin:
         """The version that the server reports with every completion."""
         return str(json.loads(self._request("/model_info", None))["weight_version"])
 
+    def tensor_parallel_size(self) -> int:
+        """Workers of the server, each with its part of every weight."""
+        return int(json.loads(self._request("/server_info", None))["tp_size"])
+
     def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Stop generating. New requests wait until `resume`.
 
