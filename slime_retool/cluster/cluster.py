@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slime_retool.cluster.actors import EngineActor, TrainerActor
 from slime_retool.cluster.files import check_files
@@ -71,11 +72,12 @@ class Cluster:
         address = self._config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
         if address != "local":
             try:
+                _require_answer(address)
                 ray.init(address=address, **options)
-            except ConnectionError as error:
+            except OSError as error:
                 raise ConfigError(
-                    f"no Ray cluster answers at {address} (--ray-address or RAY_ADDRESS): start one with `ray start "
-                    "--head`, or leave both out for a private one"
+                    f"no Ray cluster answers at {address} (--ray-address or RAY_ADDRESS): {error}; start one with "
+                    "`ray start --head`, or leave both out for a private one"
                 ) from error
         else:
             # Processes here reserve no CPUs, so any number of them fits on any machine.
@@ -268,6 +270,13 @@ class Cluster:
             ray.shutdown()
 
 
+def _require_answer(address: str) -> None:
+    """Raise OSError when nothing listens at HOST:PORT; Ray itself would try for ever."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
 def _python_path() -> list[str]:
     """Where this process finds modules: hooks named by dotted path must be importable in the actors as well."""
     return [os.path.abspath(p) for p in sys.path if p and os.path.isdir(p)]
@@ -296,6 +305,8 @@ def _get(refs: Any) -> Any:
         if isinstance(cause, Exception):
             raise cause from error
         raise
+    except RayActorError as error:
+        raise ServerError(f"a process of the run ended, or its host: {error}") from error
 
 
 def _stop(refs: list[Any]) -> None:
