@@ -23,6 +23,7 @@ from slime_retool.cluster.cluster import Cluster
 from slime_retool.config import Config, validate
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.process import ServerError
+from slime_retool.errors import WeightUpdateError
 from slime_retool.observe.metrics import read_metrics
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.types import RolloutBatch, TrainSample
@@ -68,7 +69,7 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
     """
     values = rl_values(model, tmp_path) | {
         "actor_num_nodes": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True, "rollout_num_gpus": 2,
-        "rollout_request_retries": 0,
+        "rollout_request_retries": 0, "check_weight_update_equal": True,
     }  # fmt: skip
     config: Config = engine_config(model / "hf", **values)
     validate(config)
@@ -86,19 +87,21 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
                 assert cluster.update_weights() == 1
                 engines = [EngineAdmin(url) for url in urls]
                 start = cluster.weight_checksums()
-                assert [engine.weight_checksums() for engine in engines] == [start, start]
+                assert cluster.engine_checksums() == [start, start]
                 before = cluster.train(manager.generate(0), 0)
                 assert before["train/logprob_abs_diff"] < 1e-4
                 assert before["train/grad_norm"] > 0
                 assert cluster.update_weights() == 2
                 now = cluster.weight_checksums()
-                assert [engine.weight_checksums() for engine in engines] == [now, now] and now != start
+                assert cluster.engine_checksums() == [now, now] and now != start
                 assert [engine.weight_version() for engine in engines] == ["2", "2"]
                 batch = manager.generate(1)
                 assert batch.metrics["rollout/weight_version_min"] == 2
                 shares = [served(tmp_path, rank) for rank in (0, 1)]
                 assert sum(shares) == 32 and min(shares) >= 8
                 assert cluster.train(batch, 1)["train/logprob_abs_diff"] < 1e-4
+                with pytest.raises(WeightUpdateError, match="update 2 engine 0 holds other values .* of 24 tensors"):
+                    cluster._compare_weights(2)  # the trainer has moved on
                 cluster.check()
                 end_server(urls[1])
                 assert manager.generate(2).metrics["rollout/failed_engine"] > 0

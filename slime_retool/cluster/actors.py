@@ -140,6 +140,10 @@ class EngineActor:
         if not self._engine.alive:
             raise ServerError(f"SGLang engine {self._rank} has died. The end of its log:\n{self._engine.log_tail()}")
 
+    def weight_checksums(self) -> dict[str, str]:
+        """Checksum of each tensor as the engine holds it, by Hugging Face name."""
+        return self._engine.admin(timeout=self._config.distributed_timeout_minutes * 60).weight_checksums()
+
     def stop(self) -> None:
         if self._engine is not None:
             self._engine.stop()

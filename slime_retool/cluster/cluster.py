@@ -194,7 +194,22 @@ class Cluster:
         With --offload-rollout the engines stay paused until `begin_generation`.
         """
         asleep = self._config.offloads_rollout
-        return _get([actor.update_weights.remote(asleep=asleep) for actor in self._trainers])[0]
+        version = _get([actor.update_weights.remote(asleep=asleep) for actor in self._trainers])[0]
+        if self._config.check_weight_update_equal:
+            self._compare_weights(version)
+        return version
+
+    def _compare_weights(self, version: int) -> None:
+        """Raise WeightUpdateError when any tensor of any engine differs from the trainer's."""
+        expected = self.weight_checksums()
+        for rank, found in enumerate(self.engine_checksums()):
+            differing = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+            if differing:
+                raise WeightUpdateError(
+                    f"after weight update {version} engine {rank} holds other values than the trainer in "
+                    f"{len(differing)} of {len(expected)} tensors, among them {', '.join(sorted(differing)[:3])}"
+                )
+        logger.info("weight update %d: %d tensors are equal in every engine", version, len(expected))
 
     def begin_generation(self) -> None:
         """Trainers leave, engines take room for their cache and go on."""
@@ -236,6 +251,10 @@ class Cluster:
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the trainer holds it, by Hugging Face name."""
         return _get([actor.weight_checksums.remote() for actor in self._trainers])[0]
+
+    def engine_checksums(self) -> list[dict[str, str]]:
+        """The same of every engine that this object started."""
+        return _get([actor.weight_checksums.remote() for actor in self._engines])
 
     def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
         """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it.

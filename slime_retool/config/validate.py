@@ -527,6 +527,11 @@ def _check_engines(config: Config) -> None:
         "--update-weight-transport disk or drop it",
     )
     _check_external_engines(config)
+    _require(
+        not config.check_weight_update_equal or not (config.rollout_external_urls or config.num_experts),
+        "--check-weight-update-equal reads the weights of dense models in engines that the run starts; drop it with "
+        "--rollout-external-urls or experts",
+    )
     size = config.update_weight_buffer_size
     _require(size >= 1, f"--update-weight-buffer-size must be at least 1 byte, got {size}")
     fraction = config.sglang_mem_fraction_static
