@@ -50,10 +50,12 @@ def block_spec(  # type: ignore[no-untyped-def]
 
     offset = get_transformer_layer_offset(config, vp_stage)
     experts = with_experts[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    from megatron_bridge.attention import HeadNorm, PackedCoreAttention, PackedSelfAttention, RMSNorm
+
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
-        def spec(experts: bool):  # type: ignore[no-untyped-def]
+        def megatrons(experts: bool):  # type: ignore[no-untyped-def]
             return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
                 qk_layernorm=config.qk_layernorm,
                 num_experts=config.num_moe_experts if experts else None,
@@ -62,24 +64,32 @@ def block_spec(  # type: ignore[no-untyped-def]
 
         norm = TENorm
     else:
-        from megatron_bridge.attention import PackedCoreAttention, RMSNorm
 
-        def spec(experts: bool):  # type: ignore[no-untyped-def]
+        def megatrons(experts: bool):  # type: ignore[no-untyped-def]
             made = gpt_layer_specs.get_gpt_layer_local_spec(
                 qk_layernorm=config.qk_layernorm,
                 normalization=config.normalization,
                 num_experts=config.num_moe_experts if experts else None,
             )
-            layer, attention = made.submodules, made.submodules.self_attention.submodules
+            layer = made.submodules
             layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-            attention.core_attention = PackedCoreAttention
-            attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+            layer.self_attention.submodules.core_attention = PackedCoreAttention
             if experts:
                 # As Transformer Engine's layers do: this norm is part of no linear layer.
                 del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
             return made
 
         norm = RMSNorm
+
+    def spec(experts: bool):  # type: ignore[no-untyped-def]
+        made = megatrons(experts)
+        attention = made.submodules.self_attention
+        attention.module = PackedSelfAttention
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = (
+            HeadNorm if config.qk_layernorm else IdentityOp
+        )
+        return made
+
     if any(experts):
         from megatron.core.transformer.moe import moe_utils
 

@@ -33,7 +33,9 @@ def pretend_hosts(*hosts: Host) -> Iterator[tuple[str, list[str]]]:
                 options["node_ip_address"] = host.address
             with pytest.MonkeyPatch.context() as patch:
                 patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-                patch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
+                patch.setenv(
+                    "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+                )
                 if host.visible is not None:
                     patch.setenv("CUDA_VISIBLE_DEVICES", host.visible)
                 nodes.append(cluster.add_node(**options).node_id)

@@ -102,7 +102,9 @@ def test_devices_are_taken_in_turns_only_where_they_are_shared():
 
 def test_weights_travel_by_what_the_engines_can_take(run_args):
     def transport(**changes: str | None) -> str:
-        return checked(run_args | {"--" + flag.replace("_", "-"): value for flag, value in changes.items()}).weight_transport
+        return checked(
+            run_args | {"--" + flag.replace("_", "-"): value for flag, value in changes.items()}
+        ).weight_transport
 
     external = "http://10.0.0.2:30000"
     assert transport() == transport(rollout_external_urls=external) == "broadcast"
@@ -144,8 +146,14 @@ BAD = {
         "cannot be combined with --rollout-external-urls",
     ),
     "a colocated engine on two hosts": (
-        {"--device": "cuda", "--colocate": None, "--actor-num-nodes": "2", "--actor-num-gpus-per-node": "3",
-         "--rollout-num-gpus-per-engine": "2", "--rollout-batch-size": "6"},
+        {
+            "--device": "cuda",
+            "--colocate": None,
+            "--actor-num-nodes": "2",
+            "--actor-num-gpus-per-node": "3",
+            "--rollout-num-gpus-per-engine": "2",
+            "--rollout-batch-size": "6",
+        },
         "an engine of --rollout-num-gpus-per-engine 2 would span hosts of --actor-num-gpus-per-node 3",
     ),
     "files for external engines that cannot see them": (

@@ -113,7 +113,7 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
 
 def served(output: Path, rank: int) -> int:
     """Completed requests in the engine's access log."""
-    return (output / "logs" / f"engine_{rank}.log").read_text().count("POST /generate HTTP/1.1\" 200")
+    return (output / "logs" / f"engine_{rank}.log").read_text().count('POST /generate HTTP/1.1" 200')
 
 
 def end_server(url: str) -> None:

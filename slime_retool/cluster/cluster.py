@@ -80,6 +80,7 @@ class Cluster:
                     "`ray start --head`, or leave both out for a private one"
                 ) from error
         else:
+            # "local": without an address Ray joins whatever instance it finds on the host, another run's as well.
             # Processes here reserve no CPUs, so any number of them fits on any machine.
             options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
             ray.init(address="local", **options)
@@ -162,6 +163,18 @@ class Cluster:
         """Start the router in front of `urls`. Returns its URL."""
         self._router = RouterProcess(self._config, urls)
         return self._router.url
+
+    def engine_memory(self) -> dict[str, float]:
+        """`memory/engine_*`: what one worker of an engine holds while it generates, the largest of all engines.
+
+        The cache's tokens are those of the smallest cache.
+        """
+        reports = [report for report in (engine.memory() for engine in self._admins) if report]
+        if not reports:
+            return {}
+        figures = {f"memory/engine_{name}": max(report[name] for report in reports) for name in reports[0]}
+        figures["memory/engine_kv_cache_tokens"] = min(report["kv_cache_tokens"] for report in reports)
+        return figures
 
     def check(self) -> None:
         """Raise when an engine or the router has died since the last look."""

@@ -441,6 +441,7 @@ class DebugArgs:
     debug_train_only: bool = flag(False, help="Start no engines (SFT).")
     debug_rollout_only: bool = flag(False, help="Generate and score, never train.")
     check_weight_update_equal: bool = flag(
-        False, help="After every weight update compare each tensor's checksum in trainer and engines; stop if one differs."
+        False,
+        help="After every weight update compare each tensor's checksum in trainer and engines; stop if one differs.",
     )
     dry_run: bool = flag(False, help="Print the resolved configuration and stop.")

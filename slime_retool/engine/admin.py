@@ -61,6 +61,19 @@ class EngineAdmin:
         """Workers of the server, each with its part of every weight."""
         return int(json.loads(self._request("/server_info", None))["tp_size"])
 
+    def memory(self) -> dict[str, float]:
+        """GiB of one worker's weights, KV cache and CUDA graphs, and the cache's tokens; as they were at the start.
+
+        Empty where a server does not say.
+        """
+        states = json.loads(self._request("/server_info", None)).get("internal_states")
+        usage = states[0].get("memory_usage") if states else None
+        if usage is None:
+            return {}
+        names = {"weights_gib": "weight", "kv_cache_gib": "kvcache", "graphs_gib": "graph"}
+        figures = {name: float(usage[key]) for name, key in names.items()}
+        return figures | {"kv_cache_tokens": float(usage["token_capacity"])}
+
     def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Stop generating. New requests wait until `resume`.
 

@@ -188,7 +188,7 @@ class EngineProcess(Server):
         devices: Sequence[int | str] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """Start engine number `rank` on GPUs `devices` (as CUDA_VISIBLE_DEVICES names them; None: those of this process).
+        """Start engine number `rank` on GPUs `devices`, as CUDA_VISIBLE_DEVICES names them (None: this process's).
 
         `model_path` defaults to --hf-checkpoint. Raises ConfigError for flags that cannot work, ServerError (with
         the log's end) when the server dies or is not healthy within --sglang-startup-timeout.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 MIB = 2**20
@@ -31,3 +32,13 @@ CARDS = {
     "h200": Card("H200 141GB SXM", 143_771 * MIB, 989e12, 4.8e12, 450e9, 50e9, 45e9),
     "b200": Card("B200 180GB SXM", 183_359 * MIB, 2250e12, 7.7e12, 900e9, 50e9, 55e9),
 }
+OTHER_VARIANTS = ("PCIE", "NVL", "MIG")
+"""Slower cards, and parts of cards, with the name of one above."""
+
+
+def card_of_device(name: str) -> Card | None:
+    """The card with this name in CUDA ("NVIDIA H100 80GB HBM3"); None for one that is not in the table."""
+    words = re.split(r"[ -]", name.upper())
+    if any(variant in words for variant in OTHER_VARIANTS):
+        return None
+    return next((card for key, card in CARDS.items() if key.upper() in words), None)

@@ -78,12 +78,6 @@ def total_parameters(model: ModelArgs) -> int:
     return _layers_parameters(model, model.num_experts or 0) + vocabulary + required(model, "hidden_size")
 
 
-def active_matmul_parameters(model: ModelArgs) -> int:
-    """Parameters that a token is multiplied with: all layers (of experts, those it is sent to) and the output layer."""
-    output = required(model, "vocab_size") * required(model, "hidden_size")
-    return _layers_parameters(model, model.moe_router_topk or 0) + output
-
-
 def stage_layers(num_layers: int, pp: int, first: int | None = None, last: int | None = None) -> list[int]:
     """Layers of each pipeline stage; `model_config.check_pipeline` has said that they fit."""
     given = {index: count for index, count in ((0, first), (pp - 1, last)) if count is not None}

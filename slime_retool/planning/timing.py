@@ -1,8 +1,7 @@
 """Seconds of one rollout's phases, from operation and byte counts and a few measured efficiencies.
 
-Training executes, per token, 6 operations for each parameter it is multiplied with, and for causal attention over a
-sequence of s tokens 6 * layers * q * s (q = width of all query heads); a forward pass is a third of both, full
-recomputation one forward more. What a card reaches of its peak depends on the width of its matrices:
+Operations are counted by `planning.flops`; training takes as many as three forward passes, full recomputation one more.
+What a card reaches of its peak depends on the width of its matrices:
 
     efficiency(width) = E * width / (width + W)        width = hidden size, divided by sqrt(tp) under tensor parallelism
 
@@ -19,8 +18,9 @@ from dataclasses import dataclass
 from megatron_bridge.model_config import ModelArgs, required
 from slime_retool.config import Config
 from slime_retool.planning.cards import Card
+from slime_retool.planning.flops import model_flops
 from slime_retool.planning.memory import BF16, FP32, engine_memory, kv_bytes_per_token, micro_batches
-from slime_retool.planning.parameters import active_matmul_parameters, all_expert_parameters, total_parameters, widths
+from slime_retool.planning.parameters import all_expert_parameters, total_parameters
 
 EFFICIENCY, EFFICIENCY_WIDTH = 0.69, 750.0
 BANDWIDTH_SHARE = 0.8
@@ -55,8 +55,7 @@ def efficiency(model: ModelArgs, tp: int = 1) -> float:
 
 def forward_flops(model: ModelArgs, mean_tokens: float) -> float:
     """Of one token of a sequence of `mean_tokens`."""
-    attention = 2 * required(model, "num_layers") * widths(model).queries * mean_tokens
-    return 2.0 * active_matmul_parameters(model) + attention
+    return model_flops(model, [mean_tokens], training=False) / mean_tokens
 
 
 def step_time(config: Config, card: Card, *, mean_prompt: int, mean_response: int) -> StepTime:
