@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import socket
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slime_retool.cluster.actors import EngineActor, TrainerActor
+from slime_retool.cluster.connection import connect
 from slime_retool.cluster.files import check_files
 from slime_retool.cluster.placement import Placement, Slot, place
 from slime_retool.config import Config
@@ -54,7 +52,8 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
-            self._connect()
+            connect(self._config)
+            self._owns_ray = True
             self._placement = place(self._config)
             check_files(self._config, self._placement)
         except BaseException:
@@ -64,27 +63,6 @@ class Cluster:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _connect(self) -> None:
-        env = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in _python_path() if p)}}
-        options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
-        # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
-        address = self._config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
-        if address != "local":
-            try:
-                _require_answer(address)
-                ray.init(address=address, **options)
-            except OSError as error:
-                raise ConfigError(
-                    f"no Ray cluster answers at {address} (--ray-address or RAY_ADDRESS): {error}; start one with "
-                    "`ray start --head`, or leave both out for a private one"
-                ) from error
-        else:
-            # "local": without an address Ray joins whatever instance it finds on the host, another run's as well.
-            # Processes here reserve no CPUs, so any number of them fits on any machine.
-            options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
-            ray.init(address="local", **options)
-        self._owns_ray = True
 
     def start_trainers(self) -> tuple[int, dict[str, Any]]:
         """Start every trainer rank and load weights. Returns (first rollout's number, state saved with it)."""
@@ -300,24 +278,6 @@ class Cluster:
         if self._owns_ray:
             self._owns_ray = False
             ray.shutdown()
-
-
-def _require_answer(address: str) -> None:
-    """Raise OSError when nothing listens at HOST:PORT; Ray itself would try for ever."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-
-
-def _python_path() -> list[str]:
-    """Where this process finds modules: hooks named by dotted path must be importable in the actors as well."""
-    return [os.path.abspath(p) for p in sys.path if p and os.path.isdir(p)]
-
-
-def _object_store_bytes() -> int:
-    """Room for a few rollout batches: a tenth of memory, between 80 MB and 8 GB (Ray's default takes a third)."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(min(max(total // 10, 80_000_000), 8_000_000_000))
 
 
 def _get(refs: Any) -> Any:
