@@ -1,7 +1,7 @@
 """Mean |trainer - engine| log-prob of the sampled tokens in bf16 over a learning run, and whether it drifts.
 
     python benchmarks/logprob_diff.py -- --colocate --no-offload-train --no-offload-rollout \\
-        --sglang-mem-fraction-static 0.3 --sglang-attention-backend triton ...       # Qwen3-4B, one H200
+        --sglang-mem-fraction-static 0.25 --sglang-attention-backend triton ...       # Qwen3-4B, one H200
     python benchmarks/logprob_diff.py --reuse --suffix _fp32_head -- ... --sglang-enable-fp32-lm-head
     python benchmarks/logprob_diff.py --device cpu --model tiny --sft-steps 3 --rollouts 3 --prompts 2 --samples 2 \\
         --response 16 --sft-batch 4
@@ -25,8 +25,9 @@ SGLang's output layer rounds its logits to bf16 before the softmax (in fp32), th
 --enable-fp32-lm-head the engine's product is made in fp32 as well.
 
 Memory of the 4B shape: SFT runs before there is an engine. RL without offloading keeps 8 GB of weights, 16 GB of
-gradients and 48 GB of optimizer state on the card, and the engine's --sglang-mem-fraction-static counts what is free
-when it starts, after the trainer: 0.3 of about 65 GB holds the engine's 8 GB and 80,000 tokens of cache.
+gradients and 48 GB of optimizer state on the card, 32 of them only from the first step on. The engine starts after the
+trainer, and its --sglang-mem-fraction-static counts what is free then: a quarter of some 95 GB holds its 8 GB of
+weights and 100,000 tokens of cache.
 
 logprob_diff_4b = mean over the steps. `slope` is the least-squares slope per step with its standard error; a trend is
 a slope of more than three of these that also moves the figure by more than a tenth over the run.
@@ -37,6 +38,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -94,6 +96,8 @@ def write_texts(work: Path) -> None:
 def learn_text(args: argparse.Namespace, work: Path) -> None:
     """Random weights -> work/sft (torch_dist) and work/sft_hf, by the product's SFT."""
     weights = prepare(args.weights or work, args.model)
+    for folder in ("sft", "sft_hf"):
+        shutil.rmtree(work / folder, ignore_errors=True)
     flags: list[object] = [
         *model_flags(args.model), "--device", args.device, "--debug-train-only",
         "--hf-checkpoint", weights / "hf", "--ref-load", weights / "torch_dist",

@@ -4,8 +4,8 @@ T = packed tokens on this rank, s = sequence, b = batch, h = query heads, g = ke
 tensor-parallel rank), d = head width.
 
 - In every spec: `PackedSelfAttention`, whose elementwise parts are one pass over memory (`fused`).
-- In the local (plain PyTorch) spec also core attention and RMSNorm: Megatron's own refuse packed sequences and sequence
-  parallelism.
+- With flash-attn-4, and in the local (plain PyTorch) spec, `PackedCoreAttention`; in the latter also `RMSNorm`:
+  Megatron's own refuse packed sequences and sequence parallelism.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ class HeadNorm(torch.nn.Module):
 
 
 class PackedCoreAttention(torch.nn.Module):
-    """Causal grouped-query attention: `varlen_attn` in half precision on CUDA, else SDPA per sequence."""
+    """Causal grouped-query attention: a packed kernel in half precision on CUDA, else SDPA per sequence."""
+
+    with_flash_attn_4 = False
+    """Set by whoever builds the model; else the packed kernel is torch's `varlen_attn`."""
 
     def __init__(
         self,
@@ -181,13 +184,9 @@ class PackedCoreAttention(torch.nn.Module):
             cu_seqlens = cu_seqlens_k = packed_seq_params.cu_seqlens_q
             longest = longest_k = int(packed_seq_params.max_seqlen_q)
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            # Causal within each sequence, the last query aligned with the last key.
-            out = varlen_attn(
-                query, key.contiguous(), value.contiguous(), cu_seqlens, cu_seqlens_k, longest, longest_k,
-                scale=self.scale, window_size=(-1, 0),
-            )  # fmt: skip
-            assert isinstance(out, Tensor)
-            return out.flatten(1)
+            key, value = key.contiguous(), value.contiguous()
+            kernel = _flash_attn_4 if self.with_flash_attn_4 else _varlen_attn
+            return kernel(query, key, value, cu_seqlens, cu_seqlens_k, longest, longest_k, self.scale).flatten(1)
         lengths, lengths_k = (ends.diff().tolist() for ends in (cu_seqlens, cu_seqlens_k))
         parts = [
             self._sdpa(q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])[0].transpose(0, 1)
@@ -206,6 +205,31 @@ class PackedCoreAttention(torch.nn.Module):
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
+
+
+# Packed kernels, causal within each sequence, the last query aligned with the last key: query [T, h, d] -> [T, h, d].
+
+
+def _varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    out = varlen_attn(query, key, value, ends, ends_k, longest, longest_k, scale=scale, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _flash_attn_4(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    from flash_attn.cute import flash_attn_varlen_func
+
+    out, _ = flash_attn_varlen_func(
+        query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends_k, max_seqlen_q=longest, max_seqlen_k=longest_k,
+        softmax_scale=scale, causal=True,
+    )  # fmt: skip
+    return out
 
 
 def _norm_weight(config: TransformerConfig, width: int) -> torch.nn.Parameter:

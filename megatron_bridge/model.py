@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_bridge.cpu_compat import install_cpu_compat
-from megatron_bridge.layer_spec import resolve_transformer_impl
+from megatron_bridge.layer_spec import resolve_attention_backend, resolve_transformer_impl
 from megatron_bridge.model_config import (
     ModelArgs,
     alike_layers,
@@ -166,6 +166,7 @@ def build_gpt_model(
     post_process: bool = True,
     vp_stage: int | None = None,
     transformer_impl: str = "auto",
+    attention_backend: str = "auto",
     parallel_output: bool = True,
     output: str = "logits",
     gradient_accumulation_fusion: bool = False,
@@ -187,10 +188,18 @@ def build_gpt_model(
 
     tp = config.tensor_model_parallel_size
     impl = resolve_transformer_impl(transformer_impl)
+    attention = resolve_attention_backend(
+        attention_backend, impl=impl, head_dim=head_dim(model), cp=config.context_parallel_size,
+        dtype=config.params_dtype,
+    )  # fmt: skip
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(
-            config, with_experts=moe_layers(model), transformer_impl=impl, vp_stage=vp_stage
+            config,
+            with_experts=moe_layers(model),
+            transformer_impl=impl,
+            attention_backend=attention,
+            vp_stage=vp_stage,
         ),
         vocab_size=padded_vocab_size(model, tp),
         max_sequence_length=model.max_position_embeddings or 4096,  # only read for learned positions
@@ -203,6 +212,9 @@ def build_gpt_model(
     )
     _set_rotary(gpt, model, config)
     _set_activation(gpt)
+    if attention == "flash_attn_4":
+        for layer in gpt.decoder.layers:
+            layer.self_attention.core_attention.with_flash_attn_4 = True
     if gradient_accumulation_fusion and impl == "transformer_engine":
         _fuse_gradient_accumulation(gpt)
     assert output in ("logits", "hidden")

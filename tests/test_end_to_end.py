@@ -273,6 +273,14 @@ def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_pat
         seconds = [row[f"perf/{name}_seconds"] for name in phases]
         assert min(seconds) >= 0 and sum(seconds) == pytest.approx(row["perf/step_seconds"])
         assert row["perf/sync_seconds"] > 0 and row["perf/offload_seconds"] > 0
+        assert row["perf/generate_seconds"] > row["perf/reward_seconds"] > 0
+        rates = [row[f"perf/{name}_tokens_per_second_per_gpu"] for name in ("generate", "train")]
+        assert rates[0] * row["perf/generate_seconds"] == pytest.approx(row["rollout/model_tokens"])
+        assert rates[1] * row["perf/train_seconds"] == pytest.approx(row["train/tokens"])
+        gib = [row[f"memory/{name}_gib"] for name in ("trainer_host", "driver_host", "engine_kv_cache")]
+        assert all(0 < value < 64 for value in gib)
+        assert row["memory/engine_kv_cache_tokens"] >= 64
+        assert "perf/train_mfu" not in row  # the CPU is not a card of the table
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

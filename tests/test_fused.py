@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_bridge.fused import split_norm_rotate, swiglu
+from megatron_bridge.layer_spec import resolve_attention_backend
 
 
 @pytest.mark.parametrize("rotary", [8, 4])
@@ -49,6 +50,15 @@ def test_swiglu_is_silu_of_the_first_half_times_the_second() -> None:
     x = torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0))
     gate, up = x[..., :3].double(), x[..., 3:].double()
     torch.testing.assert_close(swiglu(x), (gate / (1 + (-gate).exp()) * up).float())
+
+
+def test_flash_attn_4_is_chosen_only_where_it_runs() -> None:
+    model = {"impl": "local", "head_dim": 128, "cp": 1, "dtype": torch.bfloat16}
+    assert resolve_attention_backend("auto", **model) == "builtin"  # no GPU here
+    with pytest.raises(ValueError, match="flash_attn_4 needs a Hopper"):
+        resolve_attention_backend("flash_attn_4", **model)
+    with pytest.raises(ValueError, match="unknown: choose one of auto, flash_attn_4, builtin"):
+        resolve_attention_backend("fa4", **model)
 
 
 KERNELS = """

@@ -145,9 +145,13 @@ class Cluster:
     def engine_memory(self) -> dict[str, float]:
         """`memory/engine_*`: what one worker of an engine holds while it generates, the largest of all engines.
 
-        The cache's tokens are those of the smallest cache.
+        The cache's tokens are those of the smallest cache. Empty where the engines do not say: it is only a report.
         """
-        reports = [report for report in (engine.memory() for engine in self._admins) if report]
+        try:
+            reports = [report for report in (engine.memory() for engine in self._admins) if report]
+        except WeightUpdateError as error:
+            logger.warning("the engines' memory is not reported: %s", error)
+            return {}
         if not reports:
             return {}
         figures = {f"memory/engine_{name}": max(report[name] for report in reports) for name in reports[0]}

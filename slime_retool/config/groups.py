@@ -375,6 +375,12 @@ class PerfArgs:
     transformer_impl: str = flag(
         "auto", choices=("auto", "transformer_engine", "local"), help="auto: Transformer Engine when installed."
     )
+    attention_backend: str = flag(
+        "auto",
+        choices=("auto", "flash_attn_4", "builtin"),
+        help="auto: flash-attn-4 on Hopper and Blackwell GPUs, where it is installed; builtin: Transformer Engine's, "
+        "or torch's varlen_attn in local layers.",
+    )
     use_distributed_optimizer: bool = flag(True, help="Shard optimizer state over data-parallel ranks.")
     recompute_granularity: str | None = flag(None, choices=("full", "selective"), help="Activation recomputation.")
     recompute_method: str | None = flag(None, choices=("uniform", "block"), help="How layers are chosen for it.")

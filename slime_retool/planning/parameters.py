@@ -78,6 +78,14 @@ def total_parameters(model: ModelArgs) -> int:
     return _layers_parameters(model, model.num_experts or 0) + vocabulary + required(model, "hidden_size")
 
 
+def active_parameters(model: ModelArgs) -> int:
+    """Of the checkpoint, with only those experts that one token is sent to."""
+    if model.num_experts is None:
+        return total_parameters(model)
+    idle = model.num_experts - required(model, "moe_router_topk")
+    return total_parameters(model) - sum(moe_layers(model)) * idle * expert_parameters(model)
+
+
 def stage_layers(num_layers: int, pp: int, first: int | None = None, last: int | None = None) -> list[int]:
     """Layers of each pipeline stage; `model_config.check_pipeline` has said that they fit."""
     given = {index: count for index, count in ((0, first), (pp - 1, last)) if count is not None}
