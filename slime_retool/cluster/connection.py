@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
@@ -27,7 +28,7 @@ def connect(config: Config) -> None:
         try:
             _require_answer(address)
             ray.init(address=address, **options)
-        except OSError as error:
+        except (OSError, RayError) as error:  # RayError: the cluster asks for another token
             raise ConfigError(
                 f"no Ray cluster answers at {address} (--ray-address or RAY_ADDRESS): {error}; start one with "
                 "`ray start --head`, or leave both out for a private one"
