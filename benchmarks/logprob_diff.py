@@ -38,6 +38,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -95,6 +96,8 @@ def write_texts(work: Path) -> None:
 def learn_text(args: argparse.Namespace, work: Path) -> None:
     """Random weights -> work/sft (torch_dist) and work/sft_hf, by the product's SFT."""
     weights = prepare(args.weights or work, args.model)
+    for folder in ("sft", "sft_hf"):
+        shutil.rmtree(work / folder, ignore_errors=True)
     flags: list[object] = [
         *model_flags(args.model), "--device", args.device, "--debug-train-only",
         "--hf-checkpoint", weights / "hf", "--ref-load", weights / "torch_dist",

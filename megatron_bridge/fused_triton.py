@@ -9,6 +9,7 @@ from torch import Tensor
 
 ROWS = 16
 """Rows of one program of the QKV kernels: few enough that a head of them stays in registers."""
+WARPS = 4
 COLUMNS = 2048
 """Columns of one program of the SwiGLU kernels."""
 
@@ -160,7 +161,7 @@ def split_norm_rotate_forward(
         norm = q_weight is not None
         _split_forward[(triton.cdiv(rows, ROWS), groups)](
             mixed, q_weight if norm else cos, k_weight if norm else cos, cos, sin, query, key, value, rows, eps,
-            heads - 2, width // 2, norm, ROWS,
+            heads - 2, width // 2, norm, ROWS, num_warps=WARPS,
         )  # fmt: skip
     return query, key, value
 
@@ -179,7 +180,7 @@ def split_norm_rotate_backward(
         _split_backward[(blocks, groups)](
             mixed, q_weight if norm else cos, k_weight if norm else cos, cos, sin, grad_query.contiguous(),
             grad_key.contiguous(), grad_value.contiguous(), grad_mixed, sums, rows, eps,
-            heads - 2, width // 2, norm, ROWS,
+            heads - 2, width // 2, norm, ROWS, num_warps=WARPS,
         )  # fmt: skip
     if q_weight is None or k_weight is None:
         return grad_mixed, None, None

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from megatron_bridge import flags
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.engine.server import check_server_flags
-from slime_retool.errors import ConfigError, SlimeRetoolError
+from slime_retool.errors import ConfigError, RolloutError, SlimeRetoolError
 from slime_retool.observe.memory import GIB, host_bytes
 from slime_retool.observe.metrics import Metrics
 
@@ -189,7 +189,12 @@ class Loop:
         assert config.num_rollout is not None
         phases = Phases()
         with phases("generate"):
-            batch = self._rollout.generate(rollout_id)
+            try:
+                batch = self._rollout.generate(rollout_id)
+            except RolloutError:
+                cluster.check()  # an engine that died says more
+                raise
+        cluster.check()
         figures = dict(batch.metrics)
         last = rollout_id + 1 == config.num_rollout
         if not config.debug_rollout_only:
