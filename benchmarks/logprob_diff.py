@@ -1,6 +1,8 @@
 """Mean |trainer - engine| log-prob of the sampled tokens in bf16 over a learning run, and whether it drifts.
 
-    python benchmarks/logprob_diff.py -- --colocate --sglang-attention-backend triton ...            # Qwen3-4B, one GPU
+    python benchmarks/logprob_diff.py -- --colocate --no-offload-train --no-offload-rollout \\
+        --sglang-mem-fraction-static 0.25 --sglang-attention-backend triton ...       # Qwen3-4B, one H200
+    python benchmarks/logprob_diff.py --reuse --suffix _fp32_head -- ... --sglang-enable-fp32-lm-head
     python benchmarks/logprob_diff.py --device cpu --model tiny --sft-steps 3 --rollouts 3 --prompts 2 --samples 2 \\
         --response 16 --sft-batch 4
 
@@ -16,6 +18,17 @@ share of vowels among a response's letters, which differs inside every group and
 figure `train/logprob_abs_diff` is read at each step: the mean over all learned tokens of |log-prob of the forward
 pass before the step - log-prob that the engine returned while sampling|.
 
+Every step's figures are printed as it ends. RL that is not done after `--timeout` seconds is ended, and what its steps
+gave is reported but not written as a result. `--reuse` starts RL from what an earlier call left in `--work`.
+
+SGLang's output layer rounds its logits to bf16 before the softmax (in fp32), the trainer's does not; with its
+--enable-fp32-lm-head the engine's product is made in fp32 as well.
+
+Memory of the 4B shape: SFT runs before there is an engine. RL without offloading keeps 8 GB of weights, 16 GB of
+gradients and 48 GB of optimizer state on the card, 32 of them only from the first step on. The engine starts after the
+trainer, and its --sglang-mem-fraction-static counts what is free then: a quarter of some 95 GB holds its 8 GB of
+weights and 100,000 tokens of cache.
+
 logprob_diff_4b = mean over the steps. `slope` is the least-squares slope per step with its standard error; a trend is
 a slope of more than three of these that also moves the figure by more than a tenth over the run.
 """
@@ -25,6 +38,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -35,8 +49,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.results import write_result
 from benchmarks.rl_step import run_training
-from benchmarks.shapes import ROOT, convert, make_checkpoint, model_flags
+from benchmarks.shapes import ROOT, model_flags, prepare
 from benchmarks.texts import paragraphs
+
+PHASES = ("perf/step_seconds", "perf/generate_seconds", "perf/train_seconds")
 
 
 def line_fit(values: Sequence[float]) -> tuple[float, float]:
@@ -79,11 +95,13 @@ def write_texts(work: Path) -> None:
 
 def learn_text(args: argparse.Namespace, work: Path) -> None:
     """Random weights -> work/sft (torch_dist) and work/sft_hf, by the product's SFT."""
-    make_checkpoint(work / "hf", args.model)
-    convert(work / "hf", work / "torch_dist", args.model)
+    weights = prepare(args.weights or work, args.model)
+    for folder in ("sft", "sft_hf"):
+        shutil.rmtree(work / folder, ignore_errors=True)
     flags: list[object] = [
         *model_flags(args.model), "--device", args.device, "--debug-train-only",
-        "--hf-checkpoint", work / "hf", "--ref-load", work / "torch_dist", "--save", work / "sft", "--no-save-optim",
+        "--hf-checkpoint", weights / "hf", "--ref-load", weights / "torch_dist",
+        "--save", work / "sft", "--no-save-optim",
         "--save-hf", work / "sft_hf", "--prompt-data", work / "sft.jsonl", "--input-key", "messages",
         "--rollout-function-path", "slime_retool.rollout.sft_rollout.generate_rollout", "--loss-type", "sft_loss",
         "--calculate-per-token-loss", "--rollout-shuffle", "--num-rollout", args.sft_steps,
@@ -91,7 +109,7 @@ def learn_text(args: argparse.Namespace, work: Path) -> None:
         "--lr-decay-style", "cosine", "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens,
         *(flag for flag in args.sft_flags.split()),
     ]  # fmt: skip
-    rows = run_training(flags, work / "sft_run", args.timeout)
+    rows = run_training(flags, work / "sft_run", args.timeout, ("train/loss", "perf/step_seconds"))
     print(f"SFT: loss {rows[0]['train/loss']:.2f} -> {rows[-1]['train/loss']:.2f}", flush=True)
 
 
@@ -99,10 +117,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     work = args.work
     work.mkdir(parents=True, exist_ok=True)
     write_texts(work)
-    if args.reuse and (work / "sft_hf").is_dir():
+    learned = work / "sft.model"  # written last: holds the model's name
+    if args.reuse and learned.is_file() and learned.read_text() == args.model:
         print(f"the weights in {work} are used again", flush=True)
     else:
+        learned.unlink(missing_ok=True)
         learn_text(args, work)
+        learned.write_text(args.model)
     flags: list[object] = [
         *model_flags(args.model), "--device", args.device, "--hf-checkpoint", work / "sft_hf",
         "--ref-load", work / "sft", "--prompt-data", work / "rl.jsonl", "--rollout-shuffle",
@@ -112,7 +133,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "--rollout-max-prompt-len", 1000, "--lr", args.lr,
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens, *args.flags,
     ]  # fmt: skip
-    rows = run_training(flags, work / "rl_run", args.timeout)
+    shown = ("train/logprob_abs_diff", "train/entropy", "rollout/reward_mean", *PHASES)
+    rows = run_training(flags, work / "rl_run", args.timeout, shown, partial=True)
 
     def column(name: str) -> list[float]:
         return [row[name] for row in rows]
@@ -122,10 +144,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "model": args.model,
         "logprob_diff": statistics.fmean(diffs),
         "largest": max(diffs),
-        **trend(diffs),
+        **(trend(diffs) if len(diffs) > 2 else {}),
         "entropy": statistics.fmean(column("train/entropy")),
         "reward_first_last": [rewards[0], rewards[-1]],
         "tokens_per_step": statistics.fmean(column("train/loss_tokens")),
+        "complete": len(rows) == args.rollouts,
+        **{f"{name.removeprefix('perf/')}": statistics.median(column(name)) for name in PHASES},
         "steps": [float(f"{value:.3g}") for value in diffs],
         "flags": args.flags,
     }
@@ -136,17 +160,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="qwen3-4B", help="a file of scripts/models (a Qwen3 shape), or tiny")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sft-steps", type=int, default=80)
-    parser.add_argument("--sft-batch", type=int, default=64, help="conversations of one SFT step")
+    parser.add_argument("--sft-batch", type=int, default=32, help="conversations of one SFT step")
     parser.add_argument("--sft-lr", type=float, default=1e-4)
     parser.add_argument("--sft-flags", default="", help="more flags of slime_retool.train for SFT, in one string")
     parser.add_argument("--reuse", action="store_true", help="start RL from what an earlier run left in --work")
     parser.add_argument("--rollouts", type=int, default=30)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--response", type=int, default=256, help="tokens of one response")
+    parser.add_argument("--response", type=int, default=192, help="tokens of one response")
     parser.add_argument("--lr", type=float, default=2e-6, help="of RL")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of one packed micro-batch")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_logprob_diff"), help="scratch folder")
+    parser.add_argument("--weights", type=Path, help="folder of the random checkpoint, kept for later runs (--work)")
+    parser.add_argument("--suffix", default="", help="of the result's name, logprob_diff_4b: another variant's")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds each of the two runs may take")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train for RL")
@@ -159,8 +185,8 @@ def main() -> None:
     figures = run(args)
     print(json.dumps(figures, indent=2))
     out_dir = args.out_dir or (ROOT / "benchmarks" / "results" if args.device == "cuda" else None)
-    if out_dir is not None:
-        metric = f"logprob_diff_{args.model.rpartition('-')[2].lower()}"
+    if out_dir is not None and figures["complete"]:
+        metric = f"logprob_diff_{args.model.rpartition('-')[2].lower()}{args.suffix}"
         write_result(metric, figures["logprob_diff"], "nats", out_dir=out_dir)
 
 

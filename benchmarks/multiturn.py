@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.results import write_result
 from benchmarks.scripted_turns import ScriptedFormat, TurnCounts, around, run_scripted, turn_lengths
-from benchmarks.shapes import ROOT, make_checkpoint
+from benchmarks.shapes import ROOT, prepare
 from slime_retool.config import Config, parse_config, resolve_device
 from slime_retool.rollout.context import GenerationEngine
 from slime_retool.rollout.sampling import training_sampling_params
@@ -189,10 +189,10 @@ async def measure(bench: Bench, flush: Callable[[], None], repeats: int) -> dict
     }
 
 
-def engine_config(args: argparse.Namespace, work: Path) -> Config:
+def engine_config(args: argparse.Namespace, work: Path, checkpoint: Path) -> Config:
     frame = 400  # the turns' own markers and rounding
     longest = 2 * (args.prompt + args.turns * (args.turn + args.observation)) + frame
-    flags = ["--device", args.device, "--hf-checkpoint", str(work / "hf"), "--output-dir", str(work / "run")]
+    flags = ["--device", args.device, "--hf-checkpoint", str(checkpoint), "--output-dir", str(work / "run")]
     flags += ["--rollout-max-context-len", str(longest), "--rollout-max-response-len", str(longest)]
     flags += ["--sglang-server-concurrency", str(args.concurrency), "--no-progress", *args.flags]
     if args.device == "cpu" and "--sglang-max-total-tokens" not in args.flags:
@@ -208,9 +208,9 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     from slime_retool.engine.server import EngineProcess
     from slime_retool.rollout.engine_client import RouterClient
 
-    make_checkpoint(work / "hf", args.model)
-    config = engine_config(args, work)
-    tokenizer = load_tokenizer(str(work / "hf"))
+    checkpoint = prepare(args.weights or work, args.model, converted=False) / "hf"
+    config = engine_config(args, work, checkpoint)
+    tokenizer = load_tokenizer(str(checkpoint))
     params = training_sampling_params(config)
 
     async def all_rounds(url: str, flush: Callable[[], None]) -> dict[str, Any]:
@@ -235,6 +235,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--turn", type=int, default=300, help="mean tokens of one turn")
     parser.add_argument("--observation", type=int, default=20, help="mean tokens of one observation's text")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--weights", type=Path, help="folder of the random checkpoint, kept for later runs")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds of all rounds together")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train (SGLang's own: --sglang-*)")

@@ -1,7 +1,7 @@
 """The same learning run in several parallel layouts: are the loss curves the same within the precision's noise?
 
     python benchmarks/parallel_curves.py                                   # two GPUs: TP2, PP2, CP2, DP2
-    python benchmarks/parallel_curves.py --layouts tp2xpp2 tp2xdp2         # four GPUs
+    python benchmarks/parallel_curves.py --layouts tp2 pp2 cp2 dp2 tp2xpp2  # four GPUs
     python benchmarks/parallel_curves.py --device cpu --model tiny --length 64 --samples 8
 
 Every run starts from one checkpoint (random weights, written and converted once) and fits the same text in the same
@@ -11,7 +11,8 @@ loss, `--steps` optimizer steps of the product's Trainer.
 The noise is what the same run on one device shows when only the order of additions changes: the samples of a step
 reversed, in micro-batches of half the size. A layout is `same` when its mean and its largest difference from the
 one-device curve are within `--factor` times those of the noise (with a floor of a few units in the last place of
-fp32). Each layout runs in processes of its own with a time limit; one that fails is reported and costs no other.
+fp32). Each layout runs in processes of its own with a time limit; one that fails is reported and costs no other. On
+GPUs layouts run side by side, as many as the GPUs that the script sees (CUDA_VISIBLE_DEVICES) have room for.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, side_by_side, visible_devices
 from benchmarks.results import write_result
-from benchmarks.shapes import ROOT, convert, make_checkpoint, model_flags
+from benchmarks.shapes import ROOT, model_flags, prepare
 from benchmarks.texts import repository_text
 
 BASELINE, NOISE = "tp1", "tp1-reordered"
@@ -152,7 +154,7 @@ def ratio(found: Difference, noise: Difference, loss: float) -> float:
 def compare(curves: dict[str, dict[str, Any]], factor: float) -> list[dict[str, Any]]:
     """A row for each layout: its differences from the baseline, and the verdict."""
     rows: list[dict[str, Any]] = []
-    baseline = curves[BASELINE].get("losses")
+    baseline = curves.get(BASELINE, {}).get("losses")
     noise = None
     if baseline and "losses" in curves.get(NOISE, {}):
         noise = Difference.between(curves[NOISE]["losses"], baseline)
@@ -188,23 +190,39 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def run_all(args: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    make_checkpoint(work / "hf", args.model)
-    convert(work / "hf", work / "torch_dist", args.model)
+    weights = prepare(args.weights or work, args.model)
+    layouts = {name: Layout.parse(name) for name in (BASELINE, NOISE, *args.layouts)}
     curves: dict[str, dict[str, Any]] = {}
-    for name in (BASELINE, NOISE, *args.layouts):
+    lock = threading.Lock()
+
+    def finish(name: str, curve: dict[str, Any]) -> None:
+        with lock:
+            curves[name] = curve
+            shown = " ".join(f"{loss:.4f}" for loss in curve.get("losses", []))
+            print(f"{name}: {curve.get('error', shown)}", flush=True)
+            if args.output is not None:  # after each layout: what stops the script costs only what is missing
+                args.output.write_text(json.dumps(rows_of(), indent=2) + "\n")
+
+    def rows_of() -> list[dict[str, Any]]:
+        rows = compare({name: curves[name] for name in layouts if name in curves}, args.factor)
+        return [{**row, "losses": curves[row["layout"]].get("losses", [])} for row in rows]
+
+    def run(name: str, devices: list[str] | None) -> None:
         names = ("model", "device", "steps", "samples", "length", "lr", "max_tokens_per_gpu")
         options = [word for key in names for word in (f"--{key.replace('_', '-')}", str(vars(args)[key]))]
-        worker = ["--worker", name, "--checkpoint", str(work / "torch_dist"), *options]
+        worker = ["--worker", name, "--checkpoint", str(weights / "torch_dist"), *options]
         # The flags of the run are put last, behind what run_ranks adds.
         command = [sys.executable, __file__, *worker, *(f"--flag={flag}" for flag in args.flags)]
-        curves[name] = run_ranks(command, Layout.parse(name).world_size, args.timeout)
-        losses = curves[name].get("losses", [])
-        shown = " ".join(f"{loss:.4f}" for loss in losses)
-        print(f"{name}: {curves[name].get('error', shown)}", flush=True)
-        rows = [{**row, "losses": curves[row["layout"]].get("losses", [])} for row in compare(curves, args.factor)]
-        if args.output is not None:  # after each layout: what stops the script costs only what is missing
-            args.output.write_text(json.dumps(rows, indent=2) + "\n")
-    return rows
+        finish(name, run_ranks(command, layouts[name].world_size, args.timeout, devices))
+
+    if args.device == "cpu":
+        for name in layouts:
+            run(name, None)
+    else:
+        sizes = {name: layout.world_size for name, layout in layouts.items()}
+        for name, why in side_by_side(sizes, visible_devices(), run).items():
+            finish(name, {"error": why})
+    return rows_of()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -218,6 +236,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens-per-gpu", type=int, default=8192)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--factor", type=float, default=3.0, help="times the noise that still counts as the same")
+    parser.add_argument("--weights", type=Path, help="folder of the random checkpoint, kept for later runs")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds of one layout")
     parser.add_argument("--output", type=Path, help="write rows and curves here (JSON)")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")

@@ -7,15 +7,20 @@ import os
 import socket
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 
-def run_ranks(command: Sequence[str], world_size: int, timeout: float) -> dict[str, Any]:
+def run_ranks(
+    command: Sequence[str], world_size: int, timeout: float, devices: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Run `command --rank R --port P --result FILE` for every rank; rank 0 writes JSON to FILE, which is returned.
 
+    The ranks see only the GPUs `devices` (values of CUDA_VISIBLE_DEVICES), all that this process sees when None.
     {"error": why, with the log's end} when a rank fails or the time is up; no process is left either way.
     """
     with socket.socket() as probe:
@@ -23,6 +28,8 @@ def run_ranks(command: Sequence[str], world_size: int, timeout: float) -> dict[s
         port = probe.getsockname()[1]
     # Micro-batches differ in size, which would leave holes in memory.
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         result = Path(scratch) / "result.json"
         logs = [Path(scratch) / f"{rank}.log" for rank in range(world_size)]
@@ -56,6 +63,48 @@ def run_ranks(command: Sequence[str], world_size: int, timeout: float) -> dict[s
         if not result.is_file():
             return {"error": f"rank 0 left no result:\n{tail(logs[0])}"}
         return json.loads(result.read_text())
+
+
+def visible_devices() -> list[str]:
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES would name them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def side_by_side(
+    sizes: Mapping[str, int], devices: Sequence[str], run: Callable[[str, list[str]], None]
+) -> dict[str, str]:
+    """`run(name, its devices)` for every case of so many devices, in order, at once as far as the devices go.
+
+    Returns why for each case that needs more devices than there are; it is not run. What `run` raises is raised.
+    """
+    free = list(devices)
+    changed = threading.Condition()
+
+    def one(name: str, mine: list[str]) -> None:
+        try:
+            run(name, mine)
+        finally:
+            with changed:
+                free.extend(mine)
+                changed.notify()
+
+    refused = {name: f"needs {size} GPUs, {len(devices)} are visible" for name, size in sizes.items()}
+    refused = {name: why for name, why in refused.items() if sizes[name] > len(devices)}
+    with ThreadPoolExecutor(max(1, len(devices))) as pool:
+        running = []
+        for name, size in sizes.items():
+            if name in refused:
+                continue
+            with changed:
+                changed.wait_for(lambda size=size: len(free) >= size)
+                mine = [free.pop(0) for _ in range(size)]
+            running.append(pool.submit(one, name, mine))
+        for future in running:
+            future.result()
+    return refused
 
 
 def tail(log: Path) -> str:

@@ -10,14 +10,15 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-PACKAGES = ("torch", "megatron-core", "sglang", "transformer-engine")
+PACKAGES = ("torch", "megatron-core", "sglang", "transformer-engine", "flash-attn-4")
 
 
-def write_result(metric: str, value: float, unit: str, *, out_dir: Path) -> Path:
+def write_result(metric: str, value: float, unit: str, *, out_dir: Path, card: str | None = None) -> Path:
     """Write ``{metric, value, unit, card, versions, command, date}`` and return its path.
 
-    ``card`` is the name of the first CUDA device or ``"cpu"``, ``versions`` holds the packages that are installed,
-    ``date`` is UTC (ISO 8601). A value that is not finite is refused (ValueError): a failed run has no figure.
+    ``card`` is, unless given, the name of the first CUDA device or ``"cpu"``; ``versions`` holds the packages that are
+    installed, ``date`` is UTC (ISO 8601). A value that is not finite is refused (ValueError): a failed run has no
+    figure.
     """
     if not math.isfinite(value):
         raise ValueError(f"the figure {metric} is {value}; only a finite number is a result")
@@ -27,7 +28,7 @@ def write_result(metric: str, value: float, unit: str, *, out_dir: Path) -> Path
         "metric": metric,
         "value": value,
         "unit": unit,
-        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "card": card or (torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"),
         "versions": _versions(),
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -1,6 +1,7 @@
 """Real RL steps of a model shape with random weights: does every part work on these devices, and how long does it take?
 
     python benchmarks/rl_step.py --model qwen3-0.6B --rollouts 4 [--output FILE] -- FLAGS OF slime_retool.train
+    python benchmarks/rl_step.py --model tiny --rollouts 2 --prompts 2 --samples 2 --response 32 -- --device cpu
 
 Random weights cost nothing to ship and generate as slowly as trained ones. The checkpoint is written and converted,
 then `python -m slime_retool.train` runs with the flags after `--` (devices, parallel sizes, SGLang's own). Prints one
@@ -17,33 +18,87 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.shapes import ROOT, convert, make_checkpoint, model_flags
+from benchmarks.shapes import ROOT, model_flags, prepare
 
 REPORTED = (
     "perf/generate_seconds", "perf/log_probs_seconds", "perf/train_seconds", "perf/sync_seconds",
     "perf/offload_seconds", "perf/idle_seconds", "perf/step_seconds", "rollout/tokens_per_second",
     "rollout/cached_token_ratio", "perf/train_tokens_per_second", "train/logprob_abs_diff", "train/grad_norm",
 )  # fmt: skip
+SHOWN = (
+    "train/loss", "train/logprob_abs_diff", "perf/step_seconds", "perf/generate_seconds", "perf/log_probs_seconds",
+    "perf/train_seconds", "perf/sync_seconds", "perf/offload_seconds", "perf/idle_seconds",
+)  # fmt: skip
+"""Printed of every step."""
+END_SECONDS = 60.0
+"""That a run which took too long is given to end what it started."""
+Row = dict[str, Any]
 
 
-def run_training(flags: list[object], output: Path, timeout: float) -> list[dict[str, Any]]:
+def run_training(
+    flags: Sequence[object], output: Path, timeout: float, shown: Sequence[str] = SHOWN, *, partial: bool = False
+) -> list[Row]:
     """Run `python -m slime_retool.train` with hooks of benchmarks and examples/retool; the figures of every step.
 
-    Raises CalledProcessError when it fails, TimeoutExpired when it takes longer than `timeout` seconds.
+    Prints the figures `shown` of each step as it ends, so that a run which is cut short still tells something.
+    Raises CalledProcessError when it fails, TimeoutExpired when it takes longer than `timeout` seconds; with `partial`
+    the steps until then are returned instead, where there are any.
     """
-    from slime_retool.observe.metrics import read_metrics
-
     folders = [ROOT, ROOT / "examples" / "retool", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "slime_retool.train", "--output-dir", output, "--no-progress", *flags]
-    subprocess.run([str(part) for part in command], check=True, env=env, timeout=timeout)
-    return [row for row in read_metrics(output / "metrics.jsonl") if "train/loss" in row]
+    words = [str(part) for part in command]
+    begin = time.monotonic()
+    rows: list[Row] = []
+    process = subprocess.Popen(words, env=env)
+    try:
+        while process.poll() is None:
+            if time.monotonic() - begin > timeout:
+                raise subprocess.TimeoutExpired(words, timeout)
+            time.sleep(0.5)
+            rows = _report(output, rows, shown, begin)
+        rows = _report(output, rows, shown, begin)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, words)
+    except subprocess.TimeoutExpired:
+        if not (partial and rows):
+            raise
+        print(f"stopped after {timeout:.0f} s and {len(rows)} steps", flush=True)
+    finally:
+        _end(process)
+    return rows
+
+
+def _report(output: Path, known: list[Row], shown: Sequence[str], begin: float) -> list[Row]:
+    """All steps until now; prints those that are new."""
+    from slime_retool.observe.metrics import read_metrics
+
+    path = output / "metrics.jsonl"
+    rows = [row for row in read_metrics(path) if "train/loss" in row] if path.is_file() else []
+    for row in rows[len(known) :]:
+        figures = (f"{name.partition('/')[2]} {row[name]:.4g}" for name in shown if row.get(name) is not None)
+        print(f"{time.monotonic() - begin:6.1f} s  step {row['step']}: {', '.join(figures)}", flush=True)
+    return rows
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the run end its own processes; kill it if it does not."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -51,19 +106,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     work = args.work
     work.mkdir(parents=True, exist_ok=True)
-    make_checkpoint(work / "hf", args.model)
-    convert(work / "hf", work / "torch_dist", args.model)
+    weights = prepare(args.weights or work, args.model)
     write_jsonl(build_prompt_rows("rl", args.prompts * args.rollouts, seed=0), work / "prompts.jsonl")
     flags: list[object] = [
         *model_flags(args.model),
-        "--hf-checkpoint", work / "hf", "--ref-load", work / "torch_dist", "--prompt-data", work / "prompts.jsonl",
+        "--hf-checkpoint", weights / "hf", "--ref-load", weights / "torch_dist",
+        "--prompt-data", work / "prompts.jsonl",
         "--custom-generate-function-path", "generate_with_retool.generate",
         "--custom-rm-path", "rl_step_hooks.alternating_reward", "--num-rollout", args.rollouts,
         "--rollout-batch-size", args.prompts, "--n-samples-per-prompt", args.samples,
         "--rollout-max-response-len", args.response, "--rollout-max-context-len", args.response + 1024,
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens, *args.flags,
     ]  # fmt: skip
-    rows = run_training(flags, work / "run", args.timeout)
+    rows = run_training(flags, work / "run", args.timeout, partial=True)
     steady = rows[1:] or rows
     figures = {
         name: statistics.median(row[name] for row in steady) for name in REPORTED if all(name in row for row in steady)
@@ -83,6 +138,7 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=512, help="tokens of one response")
     parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of one packed micro-batch")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_rl_step"), help="scratch folder")
+    parser.add_argument("--weights", type=Path, help="folder of the random checkpoint, kept for later runs (--work)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds the training run may take")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train")

@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,6 +147,32 @@ def convert(folder: Path, save: Path, name: str) -> None:
     tool = str(ROOT / "tools" / "convert_hf_to_torch_dist.py")
     command = [sys.executable, tool, *model_flags(name), "--force", "--hf-checkpoint", str(folder), "--save", str(save)]
     subprocess.run(command, check=True)
+
+
+def prepare(folder: Path, name: str, *, converted: bool = True) -> Path:
+    """`folder`/hf and, where `converted`, `folder`/torch_dist; returns `folder`.
+
+    What an earlier call left there for the same model is used again. Benchmarks that run side by side may share the
+    folder: the first one writes, the others wait.
+    """
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for part, make in (("hf", make_checkpoint), ("torch_dist", _convert_beside)):
+            done = folder / f"{part}.model"  # written last: holds the model's name
+            if (part == "torch_dist" and not converted) or (done.is_file() and done.read_text() == name):
+                continue
+            done.unlink(missing_ok=True)
+            begin = time.monotonic()
+            make(folder / part, name)
+            done.write_text(name)
+            print(f"wrote {folder / part} in {time.monotonic() - begin:.0f} s", flush=True)
+    return folder
+
+
+def _convert_beside(save: Path, name: str) -> None:
+    convert(save.parent / "hf", save, name)
 
 
 def main() -> None:

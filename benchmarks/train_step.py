@@ -11,8 +11,9 @@ slime_retool.train may follow `--`.
 
 Batches. Sequence lengths are log-uniform between 200 and 8,192 tokens (mean 2,150: many short answers, a long tail),
 drawn anew for each step from a seed, until they fill 97% of `--micro-batches` times `--max-tokens-per-gpu`, and packed
-by the trainer. A sample's prompt is 200 tokens (a quarter of a shorter sample); of its response every run of 400
-tokens ends with 60 of a tool's output, which are not learned.
+by the trainer: to 16k tokens, at 1.7B to 32k. An optimizer step takes eight such micro-batches. A sample's prompt is
+200 tokens (a quarter of a shorter sample); of its response every run of 400 tokens ends with 60 of a tool's output,
+which are not learned.
 
 MFU = model FLOPs / time / 989 TFLOP/s (dense bf16 of H100 and H200 SXM). Model FLOPs of a training step are 6 N for
 each token plus causal attention, 6 * layers * heads * head width * s^2 for each sequence of s tokens; of a forward a
@@ -27,14 +28,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import resource
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -42,6 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.ranks import run_ranks
 from benchmarks.shapes import ROOT, model_flags
 
 PEAK_FLOPS = 989e12
@@ -57,7 +55,7 @@ class Case:
     recompute: str = "none"
     transformer_impl: str = "auto"
     max_tokens_per_gpu: int = 16384
-    micro_batches: int = 4
+    micro_batches: int = 8
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -76,7 +74,7 @@ CASES = {
         Case("train_mfu_4b", "qwen3-4B"),
         Case("train_mfu_4b_recompute", "qwen3-4B", recompute="full"),
         Case("logprob_mfu_4b", "qwen3-4B", forward_only=True),
-        Case("train_mfu_1.7b", "qwen3-1.7B"),
+        Case("train_mfu_1.7b", "qwen3-1.7B", max_tokens_per_gpu=32768),
         Case("train_mfu_0.6b_local", "qwen3-0.6B", transformer_impl="local"),
     )
 }
@@ -121,20 +119,12 @@ def make_samples(case: Case, vocab_size: int, seed: int) -> list[Any]:
     return samples
 
 
-def model_flops(config: Any, samples: list[Any], *, training: bool, strict: bool) -> float:
+def flops_of(config: Any, samples: list[Any], *, training: bool, strict: bool) -> float:
     """See the module's docstring."""
-    from megatron_bridge.model_config import head_dim, query_groups
+    from slime_retool.planning.flops import model_flops
 
-    attention = config.num_attention_heads * head_dim(config)
-    layer = config.hidden_size * (2 * attention + 2 * query_groups(config) * head_dim(config))
-    layer += 3 * config.hidden_size * config.ffn_hidden_size
-    output = config.vocab_size * config.hidden_size
-    tokens = sum(sample.length for sample in samples)
-    read = sum(sample.num_loss_tokens for sample in samples) if strict else tokens
-    squares = sum(sample.length**2 for sample in samples)
-    forward = 2 * (config.num_layers * layer * tokens + output * read)
-    forward += 2 * config.num_layers * attention * squares
-    return forward * (3 if training else 1)
+    read = sum(sample.num_loss_tokens for sample in samples) if strict else None
+    return model_flops(config, [sample.length for sample in samples], training=training, logit_tokens=read)
 
 
 def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -175,7 +165,7 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
     if on_gpu:
         peak = torch.cuda.max_memory_allocated() / 2**30
     flops = {
-        strict: model_flops(config, samples, training=not case.forward_only, strict=strict) for strict in (False, True)
+        strict: flops_of(config, samples, training=not case.forward_only, strict=strict) for strict in (False, True)
     }
     scale = 100 / seconds / PEAK_FLOPS / case.world_size
     figures = {
@@ -216,47 +206,11 @@ def profile(step: Any, on_gpu: bool) -> list[str]:
 
 def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Figures of the case, or {"error": the reason}."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # Micro-batches differ in size, which would leave holes in memory.
-    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    with tempfile.TemporaryDirectory(prefix="train-step-") as scratch:
-        result, logs = Path(scratch) / "result.json", [Path(scratch) / f"{r}.log" for r in range(case.world_size)]
-        command = [
-            sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--result", str(result),
-            "--port", str(port), "--device", args.device, "--warmup", str(args.warmup), "--steps", str(args.steps),
-            *(["--profile"] if args.profile else []),
-        ]  # fmt: skip
-        children = []
-        try:
-            for rank, log in enumerate(logs):
-                with log.open("w") as file:
-                    children.append(
-                        subprocess.Popen([*command, "--rank", str(rank)], stdout=file, stderr=file, env=env)
-                    )
-            deadline = time.monotonic() + args.timeout
-            while any(child.poll() is None for child in children):
-                if any(child.poll() for child in children):
-                    break
-                if time.monotonic() > deadline:
-                    return {"error": f"not done after {args.timeout:.0f} s; it last said:\n{_tail(logs[0])}"}
-                time.sleep(0.2)
-        finally:
-            for child in children:
-                if child.poll() is None:
-                    child.kill()
-                child.wait()
-        for log, child in zip(logs, children, strict=True):
-            if child.returncode > 0:
-                return {"error": f"exit code {child.returncode}:\n{_tail(log)}"}
-        if not result.is_file():
-            return {"error": f"exit codes {[child.returncode for child in children]}:\n{_tail(logs[0])}"}
-        return json.loads(result.read_text())
-
-
-def _tail(log: Path) -> str:
-    return "\n".join("    " + line[:300] for line in log.read_text(errors="replace").splitlines()[-15:])
+    command = [
+        sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--device", args.device,
+        "--warmup", str(args.warmup), "--steps", str(args.steps), *(["--profile"] if args.profile else []),
+    ]  # fmt: skip
+    return run_ranks(command, case.world_size, args.timeout)
 
 
 HEADER = (
@@ -297,8 +251,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name in ("max-tokens-per-gpu", "micro-batches", "tp", "pp", "cp", "dp"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--forward-only", action="store_true", default=None, help="time the log-prob pass")
-    parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=1, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--timeout", type=float, default=200.0, help="seconds of one case")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--profile", action="store_true", help="after timing, list one step's longest kernels")

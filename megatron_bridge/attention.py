@@ -1,17 +1,15 @@
-"""Core attention with packed sequences, rotary positions and RMSNorm, for Megatron's local (plain PyTorch) layer spec.
+"""Modules that take the places of Megatron's in its layer specs.
 
-Megatron's own local modules refuse packed sequences and sequence parallelism; these take their places in the
-spec. T = packed tokens on this rank, s = sequence, b = batch, h = query heads, g = key/value heads (both of this
+T = packed tokens on this rank, s = sequence, b = batch, h = query heads, g = key/value heads (both of this
 tensor-parallel rank), d = head width.
 
-Rotary positions are applied in the core attention: Megatron's own code for packed sequences reads their lengths back
-from the GPU and launches kernels for each sequence, in every layer. The elementwise parts are compiled on a GPU.
+- In every spec: `PackedSelfAttention`, whose elementwise parts are one pass over memory (`fused`).
+- With flash-attn-4, and in the local (plain PyTorch) spec, `PackedCoreAttention`; in the latter also `RMSNorm`:
+  Megatron's own refuse packed sequences and sequence parallelism.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +18,24 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from megatron_bridge.fused import compiled, mark_any_length, rms_norm, split_norm_rotate
 from megatron_bridge.zigzag import ChunkLayout
 
 
 @dataclass
-class ZigzagSeqParams(PackedSeqParams):
-    """Packed sequences that are split over context-parallel ranks; lengths are those of the whole sequences."""
+class PackedLayout(PackedSeqParams):
+    """Packed sequences; their lengths are those of the whole sequences, also where ranks hold parts of each."""
 
+    positions: Tensor | None = None
+    """[T] int64: of each token of this rank in its own sequence, from 0."""
     chunks: ChunkLayout | None = None
+    """Under context parallelism: which rows of this rank attend to which."""
 
 
 class Rotary:
@@ -44,22 +47,19 @@ class Rotary:
     def __init__(self, inverse_frequencies: Tensor) -> None:
         """`inverse_frequencies` [d_rot / 2] fp32: how fast each pair of dimensions turns, in radians per position."""
         self.inverse_frequencies = inverse_frequencies
-        self._of: PackedSeqParams | None = None
+        self._of: PackedLayout | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def packed(self, total: int, params: PackedSeqParams, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, d_rot / 2] fp32, for `total` = T packed tokens."""
+    def packed(self, params: PackedLayout) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [T, d_rot / 2] fp32."""
+        assert params.positions is not None
         if self._tables is None or self._of is not params:
-            index = torch.arange(total, device=device)
-            ends = params.cu_seqlens_q.long()
-            starts = ends[torch.searchsorted(ends, index, right=True) - 1]
-            self._of, self._tables = params, self._make(index - starts)
+            self._of, self._tables = params, self._make(params.positions)
         return self._tables
 
-    def in_rows(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [length, 1, d_rot / 2] fp32, for batches [s, b, ...]."""
-        cos, sin = self._make(torch.arange(length, device=device))
-        return cos[:, None], sin[:, None]
+    def in_rows(self, length: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [length * batch, d_rot / 2] fp32, for batches [s, b, ...]."""
+        return self._make(torch.arange(length, device=device).repeat_interleave(batch))
 
     def _make(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         if self.inverse_frequencies.device != positions.device:
@@ -68,39 +68,68 @@ class Rotary:
         return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (i, i + d_rot / 2) of x [..., heads, d] in fp32; cos and sin [..., d_rot / 2]."""
-    half = cos.shape[-1]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    turned = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
-    return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1)
+class PackedSelfAttention(SelfAttention):
+    """Megatron's self-attention, with normalisation and rotation of queries and keys in one pass (`fused`).
+
+    Megatron's own code takes nine kernels for them, and where Transformer Engine is not used also reads the sequences'
+    lengths back from the GPU in every layer.
+    """
+
+    rotary: Rotary
+    """Set by whoever builds the model, one for all layers."""
+    _packed: PackedLayout | None = None
+
+    def forward(  # type: ignore[no-untyped-def]
+        self, *args: Any, packed_seq_params: PackedLayout | None = None, **kwargs: Any
+    ):
+        """As Megatron's; `packed_seq_params` from `model.packed_seq_params`."""
+        self._packed = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def get_query_key_value_tensors(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [s, b, H] -> query [s, b, h, d], key and value [s, b, g, d], normalised and rotated."""
+        assert key_value_states is None and not output_gate and split_qkv
+        mixed, _ = self.linear_qkv(hidden_states)
+        length, batch = mixed.shape[:2]
+        if self._packed is None:
+            tables = self.rotary.in_rows(length, batch, mixed.device)
+        else:
+            tables = self.rotary.packed(self._packed)
+        norms = (self.q_layernorm, self.k_layernorm) if self.config.qk_layernorm else ()
+        q_weight, k_weight = [norm() for norm in norms] or (None, None)
+        width = self.hidden_size_per_attention_head
+        mixed = mixed.view(length * batch, self.num_query_groups_per_partition, -1, width)
+        parts = split_norm_rotate(mixed, q_weight, k_weight, *tables, self.config.layernorm_epsilon)
+        query, key, value = (part.view(length, batch, -1, width) for part in parts)
+        return query, key, value
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[rows, d], [d] -> [rows, d], in fp32 inside."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+class HeadNorm(torch.nn.Module):
+    """The weight of a norm that `PackedSelfAttention` applies.
 
+    It is called for its weight, as a module: Megatron's overlapped parameter gather waits in a hook of the call.
+    """
 
-@functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function)
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.weight = _norm_weight(config, hidden_size)
 
-
-def _any_length(*tensors: Tensor) -> None:
-    """Every micro-batch has its own number of rows: compile once for all of them. Other sizes are few."""
-    for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    def forward(self) -> Tensor:
+        """[d]."""
+        return self.weight
 
 
 class PackedCoreAttention(torch.nn.Module):
-    """Causal grouped-query attention: `varlen_attn` in half precision on CUDA, else SDPA per sequence.
+    """Causal grouped-query attention: a packed kernel in half precision on CUDA, else SDPA per sequence."""
 
-    `rotary` is set by whoever builds the model, where queries and keys come without positions.
-    """
-
-    rotary: Rotary | None = None
+    with_flash_attn_4 = False
+    """Set by whoever builds the model; else the packed kernel is torch's `varlen_attn`."""
 
     def __init__(
         self,
@@ -137,19 +166,13 @@ class PackedCoreAttention(torch.nn.Module):
         because the mask is always causal.
         """
         assert attention_bias is None
-        if self.rotary is not None:
-            if packed_seq_params is None:
-                tables = self.rotary.in_rows(len(query), query.device)
-            else:
-                tables = self.rotary.packed(len(query), packed_seq_params, query.device)
-            query, key = _with_positions(query, *tables), _with_positions(key, *tables)
         if packed_seq_params is None:
             assert not self.context_parallel, "sequences that are not packed are not split over ranks"
             out = self._sdpa(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
             return out.permute(2, 0, 1, 3).flatten(2)
         assert packed_seq_params.qkv_format == "thd"
         if self.context_parallel:
-            assert isinstance(packed_seq_params, ZigzagSeqParams) and packed_seq_params.chunks is not None
+            assert isinstance(packed_seq_params, PackedLayout) and packed_seq_params.chunks is not None
             chunks = packed_seq_params.chunks
             both = gather_from_sequence_parallel_region(
                 torch.stack([key, value], dim=1), group=parallel_state.get_context_parallel_group()
@@ -161,13 +184,9 @@ class PackedCoreAttention(torch.nn.Module):
             cu_seqlens = cu_seqlens_k = packed_seq_params.cu_seqlens_q
             longest = longest_k = int(packed_seq_params.max_seqlen_q)
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            # Causal within each sequence, the last query aligned with the last key.
-            out = varlen_attn(
-                query, key.contiguous(), value.contiguous(), cu_seqlens, cu_seqlens_k, longest, longest_k,
-                scale=self.scale, window_size=(-1, 0),
-            )  # fmt: skip
-            assert isinstance(out, Tensor)
-            return out.flatten(1)
+            key, value = key.contiguous(), value.contiguous()
+            kernel = _flash_attn_4 if self.with_flash_attn_4 else _varlen_attn
+            return kernel(query, key, value, cu_seqlens, cu_seqlens_k, longest, longest_k, self.scale).flatten(1)
         lengths, lengths_k = (ends.diff().tolist() for ends in (cu_seqlens, cu_seqlens_k))
         parts = [
             self._sdpa(q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])[0].transpose(0, 1)
@@ -188,30 +207,55 @@ class PackedCoreAttention(torch.nn.Module):
         )  # fmt: skip
 
 
-def _with_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if not x.is_cuda:
-        return _rotate(x, cos, sin)
-    _any_length(x, cos, sin)
-    return _compiled(_rotate)(x, cos, sin)
+# Packed kernels, causal within each sequence, the last query aligned with the last key: query [T, h, d] -> [T, h, d].
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of the last dimension, https://arxiv.org/abs/1910.07467.
+def _varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    out = varlen_attn(query, key, value, ends, ends_k, longest, longest_k, scale=scale, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
 
-    Its weight is replicated over tensor-parallel ranks; with sequence parallelism each rank sees a part of the
-    tokens, so the weight is marked for Megatron's all-reduce of such gradients (`finalize_model_grads`).
+
+def _flash_attn_4(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    from flash_attn.cute import flash_attn_varlen_func
+
+    out, _ = flash_attn_varlen_func(
+        query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends_k, max_seqlen_q=longest, max_seqlen_k=longest_k,
+        softmax_scale=scale, causal=True,
+    )  # fmt: skip
+    return out
+
+
+def _norm_weight(config: TransformerConfig, width: int) -> torch.nn.Parameter:
+    """Ones [width]: replicated over tensor-parallel ranks.
+
+    With sequence parallelism each rank sees a part of the tokens, so the weight is marked for Megatron's all-reduce of
+    such gradients (`finalize_model_grads`).
     """
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype, device=device))
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm of the last dimension, https://arxiv.org/abs/1910.07467."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        super().__init__()
+        self.eps = eps
+        self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d]."""
         if not x.is_cuda:
-            return super().forward(x)
-        assert self.eps is not None
+            return rms_norm(x, self.weight, self.eps)
         rows = x.reshape(-1, x.shape[-1])
-        _any_length(rows)
-        return _compiled(_rms_norm)(rows, self.weight, self.eps).view(x.shape)
+        mark_any_length(rows)
+        return compiled(rms_norm)(rows, self.weight, self.eps).view(x.shape)

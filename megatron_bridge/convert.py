@@ -53,19 +53,18 @@ def convert_hf_to_torch_dist(
     names = megatron_names(model)
     _check_hf_tensors(hf, model, names)
 
-    def value_of(name: str) -> Tensor:
-        needed = hf_names(*find_parameter(name, model))
-        return from_hf(name, {hf_name: hf.read(hf_name) for hf_name in needed}, model, tp)
+    def hf_tensors(name: str) -> dict[str, Tensor]:
+        return {hf_name: hf.read(hf_name) for hf_name in hf_names(*find_parameter(name, model))}
 
     def dtype_of(name: str) -> torch.dtype:
         return hf.entries[hf_names(*find_parameter(name, model))[0]].dtype
 
     shapes = {name: megatron_shape(name, model, tp) for name in names}
-    with replace_directory(save, force=force) as out:
+    with replace_directory(save, force=force) as out, ReadAhead(hf_tensors, names) as parts:
         with tqdm(total=len(names), desc="HF -> torch_dist", unit="tensor", disable=not progress) as bar:
             write_torch_dist(
-                out / checkpoint_name(None), shapes, dtype_of, value_of, model=model,
-                common={"checkpoint_version": 3.0, "iteration": 0}, written=lambda _: bar.update(),
+                out / checkpoint_name(None), shapes, dtype_of, lambda name: from_hf(name, parts.read(name), model, tp),
+                model=model, common={"checkpoint_version": 3.0, "iteration": 0}, written=lambda _: bar.update(),
             )  # fmt: skip
         write_latest(out, None)
     return Path(save) / checkpoint_name(None)

@@ -101,6 +101,11 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
             _add_flag(group, field, hints[field.name])
 
 
+def names_of(cls: type, *, metavar: str) -> list[str]:
+    """Fields whose value --help shows as `metavar`."""
+    return [f.name for f in dataclasses.fields(cls) if _KEY in f.metadata and f.metadata[_KEY].metavar == metavar]
+
+
 def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
     """Build `cls` from parsed flags."""
     return cls(**{f.name: namespace.__dict__[f.name] for f in dataclasses.fields(cls) if _KEY in f.metadata})  # type: ignore[arg-type]

@@ -10,14 +10,15 @@ Shapes. T = tokens of the micro-batch, V = padded vocabulary, H = hidden size, t
   H] with sequence parallelism), for a caller that makes log-probs from them and `output_weight(model)` in chunks.
 - other stages: hidden states [T, 1, H] ([T/tp, 1, H] with sequence parallelism), for the next stage.
 - `packed` from `packed_seq_params(lengths)`; the lengths must sum to T, so padding is a sequence of its own. T must
-  be a multiple of tp with sequence parallelism. Rotary positions restart in every sequence, whatever
-  `position_ids` say: Megatron does not read them for rotary models.
+  be a multiple of tp with sequence parallelism. Rotary positions restart in every sequence; `position_ids` are not
+  read.
 - with context parallelism, T counts this rank's tokens (`zigzag.py`), and only packed sequences are taken.
 - without `packed_seq_params`: input_ids [b, s] -> logits [b, s, V/tp], causal in each row.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_bridge.cpu_compat import install_cpu_compat
-from megatron_bridge.layer_spec import resolve_transformer_impl
+from megatron_bridge.layer_spec import resolve_attention_backend, resolve_transformer_impl
 from megatron_bridge.model_config import (
     ModelArgs,
     alike_layers,
@@ -132,7 +133,6 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
-        apply_rope_fusion=impl == "transformer_engine",
         persist_layer_norm=impl == "transformer_engine",
         gradient_accumulation_fusion=False,
     )
@@ -166,6 +166,7 @@ def build_gpt_model(
     post_process: bool = True,
     vp_stage: int | None = None,
     transformer_impl: str = "auto",
+    attention_backend: str = "auto",
     parallel_output: bool = True,
     output: str = "logits",
     gradient_accumulation_fusion: bool = False,
@@ -187,11 +188,18 @@ def build_gpt_model(
 
     tp = config.tensor_model_parallel_size
     impl = resolve_transformer_impl(transformer_impl)
-    own_rotary = impl == "local" and config.context_parallel_size == 1
+    attention = resolve_attention_backend(
+        attention_backend, impl=impl, head_dim=head_dim(model), cp=config.context_parallel_size,
+        dtype=config.params_dtype,
+    )  # fmt: skip
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(
-            config, with_experts=moe_layers(model), transformer_impl=impl, vp_stage=vp_stage
+            config,
+            with_experts=moe_layers(model),
+            transformer_impl=impl,
+            attention_backend=attention,
+            vp_stage=vp_stage,
         ),
         vocab_size=padded_vocab_size(model, tp),
         max_sequence_length=model.max_position_embeddings or 4096,  # only read for learned positions
@@ -199,15 +207,14 @@ def build_gpt_model(
         post_process=post_process,
         parallel_output=parallel_output,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type="none" if own_rotary else "rope",
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
-        rope_scaling=model.use_rope_scaling,
-        rope_scaling_factor=model.rope_scaling_factor,
+        position_embedding_type="none",  # the layers rotate, see `attention.PackedSelfAttention`
         vp_stage=vp_stage,
     )
-    if own_rotary:
-        _set_rotary(gpt, model, config)
+    _set_rotary(gpt, model, config)
+    _set_activation(gpt)
+    if attention == "flash_attn_4":
+        for layer in gpt.decoder.layers:
+            layer.self_attention.core_attention.with_flash_attn_4 = True
     if gradient_accumulation_fusion and impl == "transformer_engine":
         _fuse_gradient_accumulation(gpt)
     assert output in ("logits", "hidden")
@@ -238,7 +245,23 @@ def _set_rotary(gpt: Any, model: ModelArgs, config: Any) -> None:
     )
     rotary = Rotary(megatrons.inv_freq)
     for layer in gpt.decoder.layers:
-        layer.self_attention.core_attention.rotary = rotary
+        layer.self_attention.rotary = rotary
+
+
+def _set_activation(gpt: Any) -> None:
+    """Our SwiGLU in dense layers, by the switch that makes Megatron call an activation on both halves.
+
+    On the built layers: in the config it would also change experts, whose activation weighs tokens.
+    """
+    from megatron.core.transformer.mlp import MLP
+
+    from megatron_bridge.fused import swiglu
+
+    for layer in gpt.decoder.layers:
+        if type(layer.mlp) is MLP:
+            layer.mlp.config = copy.copy(layer.mlp.config)
+            layer.mlp.config.use_te_activation_func, layer.mlp.config.bias_activation_fusion = True, False
+            layer.mlp.activation_func = swiglu
 
 
 def _fuse_gradient_accumulation(gpt: Any) -> None:
@@ -303,20 +326,25 @@ def packed_seq_params(  # type: ignore[no-untyped-def]
 
     With cp > 1 the lengths are still those of the whole sequences (multiples of 2 * cp); the model is then given the
     tokens `zigzag.zigzag_rows(lengths, cp, cp_rank)`.
-    `max_seqlen` is the longest length itself: Megatron would let rotary positions run on across sequences if it
-    were the total.
     """
-    from megatron_bridge.attention import PackedSeqParams, ZigzagSeqParams
-    from megatron_bridge.zigzag import chunk_layout
+    from megatron_bridge.attention import PackedLayout
+    from megatron_bridge.zigzag import chunk_layout, zigzag_rows
 
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    if device is not None:
-        ends = send(ends, device)
-    longest = max(lengths)
-    fields = dict(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-    if cp == 1:
-        return PackedSeqParams(**fields)
-    return ZigzagSeqParams(**fields, chunks=chunk_layout(lengths, cp, cp_rank, device))
+    device = "cpu" if device is None else device
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(lengths))
+    if cp > 1:
+        positions = positions[zigzag_rows(lengths, cp, cp_rank)]
+    ends, longest = send(starts, device), max(lengths)
+    return PackedLayout(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=send(positions, device),
+        chunks=chunk_layout(lengths, cp, cp_rank, device) if cp > 1 else None,
+    )
 
 
 def init_parallel(

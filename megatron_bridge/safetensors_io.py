@@ -6,6 +6,7 @@ Format: 8 bytes little-endian header length, JSON header, raw row-major data, ht
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_bridge.direct_io import DirectWriter, read_tensor
+
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: `start` and `size` are bytes within the file's data part."""
+    """Where one tensor lies: `size` bytes from byte `start` of the file."""
 
     name: str
     file: str
@@ -61,13 +64,10 @@ class SafetensorsCheckpoint:
         """One tensor, in memory of its own."""
         entry = self.entries[name]
         path = self.directory / entry.file
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            file.seek(8 + header_bytes + entry.start)
-            data = torch.empty(entry.size, dtype=torch.uint8)
-            if file.readinto(memoryview(data.numpy())) != entry.size:
-                raise ValueError(f"{path} ends before tensor {name} does: download it again")
-        return data.view(entry.dtype).reshape(entry.shape)
+        try:
+            return read_tensor(path, entry.start, entry.dtype, entry.shape)
+        except EOFError as error:
+            raise ValueError(f"{path} ends before tensor {name} does: download it again ({error})") from None
 
 
 def read_header(path: Path) -> tuple[bytes, list[TensorEntry]]:
@@ -86,18 +86,20 @@ def read_header(path: Path) -> tuple[bytes, list[TensorEntry]]:
             continue
         if info["dtype"] not in DTYPES:
             raise ValueError(f"{path}: tensor {name} has dtype {info['dtype']}; supported are {', '.join(DTYPES)}")
-        start, end = info["data_offsets"]
-        entries.append(TensorEntry(name, path.name, DTYPES[info["dtype"]], tuple(info["shape"]), start, end - start))
+        dtype, shape, (start, end) = DTYPES[info["dtype"]], tuple(info["shape"]), info["data_offsets"]
+        if end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: tensor {name} has {end - start} bytes, which do not make shape {list(shape)}")
+        entries.append(TensorEntry(name, path.name, dtype, shape, 8 + length + start, end - start))
     return prefix + raw, sorted(entries, key=lambda entry: entry.start)
 
 
 def rewrite_file(source: Path, target: Path, value_of: Callable[[TensorEntry], Tensor]) -> None:
     """Write `target` with the header (names, dtypes, shapes, order) of `source` and the given values, one by one."""
     raw, entries = read_header(source)
-    with target.open("wb") as file:
+    with DirectWriter(target) as file:
         file.write(raw)
         for entry in entries:
-            assert file.tell() == len(raw) + entry.start, f"{source} has a gap before {entry.name}"
+            assert file.tell() == entry.start, f"{source} has a gap before {entry.name}"
             value = value_of(entry)
             assert tuple(value.shape) == entry.shape and value.dtype == entry.dtype, entry.name
-            file.write(memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy())

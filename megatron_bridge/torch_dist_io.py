@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,8 +29,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -40,9 +39,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from megatron_bridge.direct_io import DirectWriter, read_tensor
 from megatron_bridge.model_config import ModelArgs, alike_layers, required
 from megatron_bridge.names import LAYER_PREFIX, split_expert, split_name
-from megatron_bridge.read_ahead import ReadAhead
+from megatron_bridge.tensor_archive import load_archive
 
 
 @dataclass(frozen=True)
@@ -128,17 +128,19 @@ def write_torch_dist(
     common: dict[str, Any],
     written: Callable[[str], None],
 ) -> None:
-    """Write a checkpoint of full Megatron tensors; one is in memory, and the next one that a thread reads meanwhile.
+    """Write a checkpoint of full Megatron tensors, one after the other.
 
     shapes: full shape by global parameter name. `value_of(name)` gives the tensor, `written(name)` is told after.
     common: what Megatron keeps in common.pt.
     """
     directory.mkdir(parents=True, exist_ok=True)
     # Not more than one thread: an exception in the writer's further threads is lost, and with it the tensors.
-    writer = FileSystemWriter(directory, thread_count=1)
+    # Copying ahead is for tensors on a GPU, which it would start; DirectWriter itself waits for the disk.
+    writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+    writer.fs = _DirectFileSystem()
     try:
-        with warnings.catch_warnings(), _no_checksums(), ReadAhead(value_of, list(shapes)) as values:
-            planner = _LazySavePlanner(shapes, dtype_of, model, values.read, written)
+        with warnings.catch_warnings(), _no_checksums():
+            planner = _LazySavePlanner(shapes, dtype_of, model, value_of, written)
             # It remarks that one process saves, which is what no_dist asks for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
@@ -153,6 +155,16 @@ def write_torch_dist(
         "common_backend_version": 1,
     }
     (directory / "metadata.json").write_text(json.dumps(backends))
+
+
+class _DirectFileSystem(FileSystem):
+    """Writes past the page cache."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        assert mode == "wb", mode
+        with DirectWriter(Path(path)) as stream:
+            yield stream
 
 
 @contextlib.contextmanager
@@ -174,9 +186,7 @@ class TorchDistReader:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._reader = FileSystemReader(self.directory)
-        self.metadata: Metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self.metadata: Metadata = FileSystemReader(self.directory).read_metadata()
 
     def find(self, name: str) -> tuple[TensorStorageMetadata, Place]:
         """Metadata and place of a parameter. ValueError when the checkpoint lacks it."""
@@ -222,38 +232,30 @@ class TorchDistReader:
         stored, place = self.find(name)
         shape = stored.size[len(place.index) :]
         offsets, sizes = (*place.index, *[0] * len(shape)), (*[1] * len(place.index), *shape)
-        target = torch.empty(sizes, dtype=stored.properties.dtype)
         wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         items = create_read_items_for_chunk_list(place.key, stored, [wanted])
         found = sum(math.prod(item.lengths) for item in items)
-        if found != target.numel():
-            raise ValueError(f"{self.directory}: {name} is incomplete ({found} of {target.numel()} values)")
-        self._reader.read_data(LoadPlan(items), _TargetPlanner(target)).wait()
+        if found != math.prod(sizes):
+            raise ValueError(f"{self.directory}: {name} is incomplete ({found} of {math.prod(sizes)} values)")
+        if len(items) == 1:
+            return self._read_item(items[0]).reshape(shape)
+        target = torch.empty(sizes, dtype=stored.properties.dtype)
+        for item in items:
+            target[_slices(item.dest_offsets, item.lengths)] = self._read_item(item)
         return target.reshape(shape)
 
+    def _read_item(self, item: ReadItem) -> Tensor:
+        """The part of one stored tensor that the item asks for."""
+        info = self.metadata.storage_data[item.storage_index]
+        path = self.directory / info.relative_path
+        if info.transform_descriptors:
+            raise ValueError(f"{path} was written with {info.transform_descriptors}: save it without extensions")
+        try:
+            archive = read_tensor(path, info.offset, torch.uint8, (info.length,))
+        except EOFError as error:
+            raise ValueError(f"{path} is incomplete: copy it again ({error})") from None
+        return load_archive(archive)[_slices(item.storage_offsets, item.lengths)]
 
-class _TargetPlanner(LoadPlanner):
-    """Copies every read item into one tensor."""
 
-    def __init__(self, target: Tensor) -> None:
-        self.target = target
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise AssertionError("only tensors are read")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        where = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self.target[tuple(slice(start, start + length) for start, length in where)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))

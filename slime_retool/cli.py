@@ -22,7 +22,7 @@ from pathlib import Path
 from slime_retool.sandbox.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable
 
 REQUIRED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "datasets", "aiohttp")
-OPTIONAL = ("transformer-engine", "wandb", "tensorboard", "math-verify", "numpy", "sympy")
+OPTIONAL = ("transformer-engine", "flash-attn-4", "wandb", "tensorboard", "math-verify", "numpy", "sympy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

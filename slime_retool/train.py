@@ -27,7 +27,8 @@ from tqdm import tqdm
 from megatron_bridge import flags
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.engine.server import check_server_flags
-from slime_retool.errors import ConfigError, SlimeRetoolError
+from slime_retool.errors import ConfigError, RolloutError, SlimeRetoolError
+from slime_retool.observe.memory import GIB, host_bytes
 from slime_retool.observe.metrics import Metrics
 
 logger = logging.getLogger("slime_retool")
@@ -136,6 +137,7 @@ class Loop:
 
     def __init__(self, config: Config, cluster: Any, rollout: Any, metrics: Metrics) -> None:
         self._config, self._cluster, self._rollout, self._metrics = config, cluster, rollout, metrics
+        self._engine_memory: dict[str, float] = {}
 
     def run(self) -> None:
         config = self._config
@@ -174,6 +176,7 @@ class Loop:
         if config.num_engines:
             logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
             urls = cluster.start_engines()
+            self._engine_memory = cluster.engine_memory()
             self._rollout.connect(cluster.start_router(urls))
             if not config.debug_rollout_only:
                 cluster.connect_engines(urls)
@@ -186,7 +189,12 @@ class Loop:
         assert config.num_rollout is not None
         phases = Phases()
         with phases("generate"):
-            batch = self._rollout.generate(rollout_id)
+            try:
+                batch = self._rollout.generate(rollout_id)
+            except RolloutError:
+                cluster.check()  # an engine that died says more
+                raise
+        cluster.check()
         figures = dict(batch.metrics)
         last = rollout_id + 1 == config.num_rollout
         if not config.debug_rollout_only:
@@ -196,6 +204,8 @@ class Loop:
             if config.num_engines:
                 figures["rollout/weight_version"] = float(self._hand_over(phases))
         figures |= phases.figures(figures)
+        figures |= self._generation_speed(figures) | self._engine_memory
+        figures["memory/driver_host_gib"] = host_bytes() / GIB
         self._metrics.log(rollout_id, figures)
         # After the figures are written: a run that is killed here repeats the step, and loses no line of it.
         saves = config.save is not None and not config.debug_rollout_only
@@ -206,6 +216,14 @@ class Loop:
         if self._due(config.eval_interval, rollout_id) or (last and config.eval_interval is not None):
             self._evaluate(rollout_id)
         return figures
+
+    def _generation_speed(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """Tokens that the model wrote per second of the generation phase and GPU (CPU: process) of the engines."""
+        gpus = self._config.num_engines * self._config.rollout_num_gpus_per_engine
+        if not gpus or "rollout/model_tokens" not in figures:
+            return {}
+        rate = figures["rollout/model_tokens"] / max(figures["perf/generate_seconds"], 1e-9)
+        return {"perf/generate_tokens_per_second_per_gpu": rate / gpus}
 
     def _hand_over(self, phases: Phases) -> int:
         """The trainer's weights into the engines, and the devices with them. Returns the weight version."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from base_model import train_tokenizer  # noqa: E402
 from benchmarks import convert, multiturn, step_overhead  # noqa: E402
 from benchmarks.logprob_diff import line_fit, trend  # noqa: E402
 from benchmarks.parallel_curves import BASELINE, NOISE, Layout, compare, make_steps, table  # noqa: E402
-from benchmarks.ranks import run_ranks  # noqa: E402
+from benchmarks.ranks import run_ranks, side_by_side  # noqa: E402
+from benchmarks.rl_step import run_training  # noqa: E402
 from benchmarks.scripted_turns import TurnCounts  # noqa: E402
 from benchmarks.shapes import model_args, split_shards, tensor_shapes, write_checkpoint  # noqa: E402
 from slime_retool.rollout.context import Completion  # noqa: E402
@@ -95,6 +98,51 @@ def test_every_layout_gets_the_same_pieces_of_text():
     assert steps == make_steps(text, steps=3, samples=5, length=40)
     assert [len(step) for step in steps] == [5, 5, 5]
     assert all(10 <= len(piece) <= 40 and piece in text for step in steps for piece in step)
+
+
+def test_cases_share_the_devices_and_one_that_needs_more_is_refused():
+    both, held, most = threading.Barrier(2, timeout=20), [], []
+    lock = threading.Lock()
+
+    def run(name: str, devices: list[str]) -> None:
+        with lock:
+            assert not set(devices) & set(held)
+            held.extend(devices)
+            most.append(len(held))
+        if name in ("tp1", "tp2"):
+            both.wait()  # only passes when these two run at the same time
+        with lock:
+            del held[: len(held)]
+
+    sizes = {"tp1": 1, "tp2": 2, "tp2xpp2": 4, "pp2": 2}
+    assert side_by_side(sizes, ["0", "1", "5"], run) == {"tp2xpp2": "needs 4 GPUs, 3 are visible"}
+    assert most == [1, 3, 2]
+
+
+def test_a_run_that_is_stopped_leaves_the_steps_it_made(tmp_path: Path, monkeypatch, capsys):
+    """A stand-in for `python -m slime_retool.train`: two steps, and it would never end by itself."""
+    package = tmp_path / "slime_retool"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(
+        "import json, pathlib, sys, time\n"
+        "path = pathlib.Path(sys.argv[sys.argv.index('--output-dir') + 1]) / 'metrics.jsonl'\n"
+        "path.parent.mkdir()\n"
+        "path.write_text(''.join(json.dumps({'step': n, 'train/loss': 2.5 - n}) + '\\n' for n in range(2)))\n"
+        "(path.parent / 'ready').touch()\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr("benchmarks.rl_step.ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    rows = run_training([], tmp_path / "run", 8, ["train/loss"], partial=True)
+    assert [row["train/loss"] for row in rows] == [2.5, 1.5]
+    assert "step 1: loss 1.5" in capsys.readouterr().out
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_training([], tmp_path / "run", 1, ["train/loss"])
+
+
+async def test_the_benchmark_takes_a_sandbox_level_that_runs_its_programs():
+    assert await step_overhead.working_sandbox(["--sandbox-isolation", "none"]) == "none"
 
 
 def test_a_failing_rank_is_reported_with_its_last_words(tmp_path: Path):

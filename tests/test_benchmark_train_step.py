@@ -35,8 +35,8 @@ def test_model_flops_count_every_matrix_product_and_half_of_the_attention_square
     )  # q k and p v, half diagonal
     want = 2 * (17 * by_token + attention)
     output = 2 * width * 67
-    assert train_step.model_flops(config, samples, training=False, strict=False) == want + 17 * output
-    assert train_step.model_flops(config, samples, training=True, strict=True) == 3 * (want + 10 * output)
+    assert train_step.flops_of(config, samples, training=False, strict=False) == want + 17 * output
+    assert train_step.flops_of(config, samples, training=True, strict=True) == 3 * (want + 10 * output)
 
 
 def test_a_case_runs_on_the_cpu_through_the_trainer_and_a_failing_one_is_reported() -> None:

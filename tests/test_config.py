@@ -100,6 +100,27 @@ def test_devices_are_taken_in_turns_only_where_they_are_shared():
     assert turns("--colocate", "--debug-rollout-only") == turns("--colocate", "--debug-train-only") == (False, False)
 
 
+def test_weights_travel_by_what_the_engines_can_take(run_args):
+    def transport(**changes: str | None) -> str:
+        return checked(
+            run_args | {"--" + flag.replace("_", "-"): value for flag, value in changes.items()}
+        ).weight_transport
+
+    external = "http://10.0.0.2:30000"
+    assert transport() == transport(rollout_external_urls=external) == "broadcast"
+    assert transport(colocate=None) == "ipc"
+    assert transport(rollout_external_urls=external, update_weight_disk_dir="/shared") == "disk"
+    assert transport(rollout_external_urls="http://localhost:30000", update_weight_transport="disk") == "disk"
+
+
+def test_processes_in_other_working_folders_get_absolute_paths(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = parse_config(["--hf-checkpoint", "hf", "--save", "../save", "--prompt-data", "a.jsonl"])
+    away = config.with_absolute_paths()
+    assert (away.hf_checkpoint, away.load) == (str(tmp_path / "hf"), None)
+    assert away.save == str(tmp_path.parent / "save") and away.output_dir == str(tmp_path / "outputs" / "run")
+
+
 def test_to_flags_rebuilds_the_configuration(run_args):
     config = checked(run_args | {"--no-use-distributed-optimizer": None, "--rollout-stop": "a b"})
     assert parse_config(flags.to_flags(config)) == config
@@ -123,6 +144,33 @@ BAD = {
     "external engines on the trainer's own devices": (
         {"--colocate": None, "--rollout-external-urls": "http://127.0.0.1:1"},
         "cannot be combined with --rollout-external-urls",
+    ),
+    "a colocated engine on two hosts": (
+        {
+            "--device": "cuda",
+            "--colocate": None,
+            "--actor-num-nodes": "2",
+            "--actor-num-gpus-per-node": "3",
+            "--rollout-num-gpus-per-engine": "2",
+            "--rollout-batch-size": "6",
+        },
+        "an engine of --rollout-num-gpus-per-engine 2 would span hosts of --actor-num-gpus-per-node 3",
+    ),
+    "files for external engines that cannot see them": (
+        {"--update-weight-transport": "disk", "--rollout-external-urls": "http://127.0.0.1:1 http://10.0.0.2:1"},
+        "add --update-weight-disk-dir with a folder that they see under the same path",
+    ),
+    "a folder for weights that travel otherwise": (
+        {"--update-weight-disk-dir": "/tmp"},
+        "--update-weight-disk-dir has no effect on --update-weight-transport broadcast",
+    ),
+    "an external engine without a scheme": (
+        {"--rollout-external-urls": "10.0.0.2:30000"},
+        "--rollout-external-urls takes addresses like http://HOST:PORT, got 10.0.0.2:30000",
+    ),
+    "an external engine named twice": (
+        {"--rollout-external-urls": "http://h:1 http://h:1"},
+        "--rollout-external-urls names a server twice: http://h:1 http://h:1",
     ),
     "world that TP x PP does not divide": (
         {"--actor-num-gpus-per-node": "3", "--tensor-model-parallel-size": "2"},

@@ -11,9 +11,11 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from dist_utils import run_distributed
+from ray_utils import Host, pretend_hosts
 from sglang_utils import engine_config, make_tiny_checkpoint, processes_with
 from trainer_utils import make_trainer
 
@@ -22,6 +24,8 @@ from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from slime_retool.cluster.cluster import Cluster
 from slime_retool.config import Config, validate
 from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.process import ServerError
+from slime_retool.errors import WeightUpdateError
 from slime_retool.observe.metrics import read_metrics
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.types import RolloutBatch, TrainSample
@@ -59,35 +63,70 @@ def rl_values(model: Path, output: Path) -> dict[str, object]:
     }
 
 
-def test_trainer_and_engine_agree_before_and_after_a_weight_update(model: Path, tmp_path: Path):
-    """Log-probs of the same tokens differ by less than 1e-4; after an update every tensor is the same."""
+def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path: Path, monkeypatch):
+    """A tensor-parallel trainer across pretend hosts of different addresses, and an engine on each.
+
+    Log-probs of the same tokens differ by less than 1e-4; after an update every tensor is the same in both engines;
+    both serve samples; that one died is an error that names it.
+    """
     values = rl_values(model, tmp_path) | {
-        "actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+        "actor_num_nodes": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True, "rollout_num_gpus": 2,
+        "rollout_request_retries": 0, "check_weight_update_equal": True,
     }  # fmt: skip
     config: Config = engine_config(model / "hf", **values)
     validate(config)
-    with Cluster(config) as cluster:
-        assert cluster.start_trainers() == (0, {})
-        urls = cluster.start_engines()
-        manager = RolloutManager(config)
-        try:
-            manager.connect(cluster.start_router(urls))
-            cluster.connect_engines(urls)
-            assert cluster.update_weights() == 1
-            engine = EngineAdmin(urls[0])
-            start = cluster.weight_checksums()
-            assert engine.weight_checksums() == start
-            before = cluster.train(manager.generate(0), 0)
-            assert before["train/logprob_abs_diff"] < 1e-4
-            assert before["train/grad_norm"] > 0
-            assert cluster.update_weights() == 2
-            now = cluster.weight_checksums()
-            assert engine.weight_checksums() == now and now != start
-            batch = manager.generate(1)
-            assert batch.metrics["rollout/weight_version_min"] == 2
-            assert cluster.train(batch, 1)["train/logprob_abs_diff"] < 1e-4
-        finally:
-            manager.close()
+    with pretend_hosts(Host(), Host(address="127.0.0.2")) as (address, _):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with Cluster(config) as cluster:
+            assert cluster.start_trainers() == (0, {})
+            urls = cluster.start_engines()
+            assert urlsplit(urls[1]).hostname == "127.0.0.2"
+            assert urlsplit(urls[0]).hostname not in ("127.0.0.1", "127.0.0.2")
+            manager = RolloutManager(config)
+            try:
+                manager.connect(cluster.start_router(urls))
+                cluster.connect_engines(urls)
+                assert cluster.update_weights() == 1
+                engines = [EngineAdmin(url) for url in urls]
+                start = cluster.weight_checksums()
+                assert cluster.engine_checksums() == [start, start]
+                before = cluster.train(manager.generate(0), 0)
+                assert before["train/logprob_abs_diff"] < 1e-4
+                assert before["train/grad_norm"] > 0
+                assert cluster.update_weights() == 2
+                now = cluster.weight_checksums()
+                assert cluster.engine_checksums() == [now, now] and now != start
+                assert [engine.weight_version() for engine in engines] == ["2", "2"]
+                batch = manager.generate(1)
+                assert batch.metrics["rollout/weight_version_min"] == 2
+                shares = [served(tmp_path, rank) for rank in (0, 1)]
+                assert sum(shares) == 32 and min(shares) >= 8
+                assert cluster.train(batch, 1)["train/logprob_abs_diff"] < 1e-4
+                with pytest.raises(WeightUpdateError, match="update 2 engine 0 holds other values .* of 24 tensors"):
+                    cluster._compare_weights(2)  # the trainer has moved on
+                cluster.check()
+                end_server(urls[1])
+                assert manager.generate(2).metrics["rollout/failed_engine"] > 0
+                with pytest.raises(ServerError, match="SGLang engine 1 has died"):
+                    for _ in range(200):  # its supervisor ends what it left behind first
+                        cluster.check()
+                        time.sleep(0.1)
+            finally:
+                manager.close()
+
+
+def served(output: Path, rank: int) -> int:
+    """Completed requests in the engine's access log."""
+    return (output / "logs" / f"engine_{rank}.log").read_text().count('POST /generate HTTP/1.1" 200')
+
+
+def end_server(url: str) -> None:
+    """Kill the SGLang process that serves `url`."""
+    port = str(urlsplit(url).port).encode()
+    commands = {int(path.parent.name): path.read_bytes().split(b"\0") for path in Path("/proc").glob("[0-9]*/cmdline")}
+    found = [pid for pid, words in commands.items() if words[1:3] == [b"-m", b"sglang.launch_server"] and port in words]
+    assert len(found) == 1
+    os.kill(found[0], signal.SIGKILL)
 
 
 def train_twice(rank: int, world_size: int, config: Config, samples: list[TrainSample]) -> list[dict[str, float]]:
@@ -247,6 +286,14 @@ def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_pat
         seconds = [row[f"perf/{name}_seconds"] for name in phases]
         assert min(seconds) >= 0 and sum(seconds) == pytest.approx(row["perf/step_seconds"])
         assert row["perf/sync_seconds"] > 0 and row["perf/offload_seconds"] > 0
+        assert row["perf/generate_seconds"] > row["perf/reward_seconds"] > 0
+        rates = [row[f"perf/{name}_tokens_per_second_per_gpu"] for name in ("generate", "train")]
+        assert rates[0] * row["perf/generate_seconds"] == pytest.approx(row["rollout/model_tokens"])
+        assert rates[1] * row["perf/train_seconds"] == pytest.approx(row["train/tokens"])
+        gib = [row[f"memory/{name}_gib"] for name in ("trainer_host", "driver_host", "engine_kv_cache")]
+        assert all(0 < value < 64 for value in gib)
+        assert row["memory/engine_kv_cache_tokens"] >= 64
+        assert "perf/train_mfu" not in row  # the CPU is not a card of the table
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

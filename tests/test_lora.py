@@ -104,7 +104,7 @@ def _measure(rank: int, world_size: int, config: Any) -> dict[str, Any]:
     base = {name: p.detach().clone() for name, p in trainer.module.named_parameters() if not is_adapter(name)}
     out["log_probs"] = trainer.log_probs(_batch().samples)
     out["weights"] = weights(trainer)
-    out["metrics"] = {k: v for k, v in trainer.train(_batch(), 0).items() if not k.startswith("perf/")}
+    out["metrics"] = {k: v for k, v in trainer.train(_batch(), 0).items() if not k.startswith(("perf/", "memory/"))}
     out["grads"] = _adapters(trainer, lambda p: p.main_grad)
     out["after"] = _adapters(trainer, torch.Tensor.detach)
     now = dict(trainer.module.named_parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from test_model_scripts import PUBLISHED, source
 from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.planning.cards import CARDS
-from slime_retool.planning.memory import GIB, trainer_memory
-from slime_retool.planning.parameters import stage_layers, stage_parameters, total_parameters
-from slime_retool.planning.report import changes_that_fit, make_plan
-from slime_retool.planning.timing import step_time
+from slime_retool.planning.changes import changes_that_fit
+from slime_retool.planning.memory import GIB, host_memory, stage_memory, trainer_memory
+from slime_retool.planning.parameters import active_parameters, stage_layers, stage_parameters, total_parameters
+from slime_retool.planning.plan import make_plan
+from slime_retool.planning.timing import stage_passes, train_seconds
+from slime_retool.planning.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,18 +65,62 @@ def test_uneven_stages_get_the_layers_that_were_asked_for():
     assert stage_layers(28, 2, last=13) == [15, 13]
 
 
+def test_235b_a22b_has_235_billion_parameters_of_which_a_token_meets_22():
+    """From the published config.json: 94 layers of width 4096, 64 heads and 4 key heads of 128, 128 experts of 1536
+    of which 8 are chosen, 151,936 words in two matrices."""
+    attention = 4096 * (8192 + 2 * 512) + 8192 * 4096
+    norms_and_router = 2 * 4096 + 2 * 128 + 128 * 4096
+    expert = 3 * 4096 * 1536
+    rest = 2 * 151_936 * 4096 + 4096
+    model = source("qwen3-235B-A22B", ROOT)
+    assert total_parameters(model) == 94 * (attention + norms_and_router + 128 * expert) + rest == 235_093_634_560
+    assert active_parameters(model) == 94 * (attention + norms_and_router + 8 * expert) + rest == 22_190_763_520
+
+
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+PACKED = dict(use_dynamic_batch_size=True, debug_train_only=True)
+
+
+def work(mean: float, samples: int = 256) -> Workload:
+    return Workload.from_means(samples, 0, mean)
+
+
+def test_memory_of_4b_on_one_gpu_by_hand():
+    """Qwen3-4B, 16,384 tokens: 4,022,468,096 parameters and 256 padded words of 2560 (18 bytes each); a layer keeps
+    111,744 bytes of a token."""
+    memory = trainer_memory(config_of("qwen3-4B", max_tokens_per_gpu=16384, **PACKED), work(2000))
+    parameters = 4_022_468_096  # 151,936 words are a multiple of 128 already
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * parameters, 4 * parameters, 12 * parameters)
+    kept = 2 * (4 * 2560 + 2 * (4096 + 2 * 1024) + 4096 + 3 * 9728) + 4 * 32
+    assert kept == 111_744
+    backward = 2 * 3 * 9728 + 2 * 2 * 2560
+    assert memory.activations == 16384 * (36 * kept + 3 * 2 * 2560 + backward)
+    assert memory.critic == 0 and 0 < memory.logits < GIB
+    assert memory.allocated / GIB == pytest.approx(130.8, abs=0.1)
+
+
+def test_memory_of_32b_on_32_gpus_by_hand():
+    """The DAPO recipe's layout, TP8 with sequence parallelism and DP4, and what its optimizer shards weigh."""
+    config = config_of(
+        "qwen2.5-32B", actor_num_nodes=4, actor_num_gpus_per_node=8, tensor_model_parallel_size=8,
+        sequence_parallel=True, max_tokens_per_gpu=16384, **PACKED, **RECOMPUTE,
+    )  # fmt: skip
+    layer = (5120 * (2 * 5120 + 2 * 1024) + 3 * 5120 * 27648 + 5120 + 2 * 1024) // 8 + 2 * 5120
+    rank = 64 * layer + 2 * (152_064 + 512) // 8 * 5120 + 5120  # 152,064 words are padded to 1,024 x 149
+    memory = trainer_memory(config, work(2000))
+    assert (memory.weights, memory.gradients) == (2 * rank, 4 * rank)
+    assert memory.optimizer == 12 * (rank // 4)
+
+
 def test_full_recomputation_and_more_ranks_need_less_memory():
-    dense = config_of("qwen3-4B", use_dynamic_batch_size=True, max_tokens_per_gpu=16384, debug_train_only=True)
-    recomputed = config_of(
-        "qwen3-4B", use_dynamic_batch_size=True, max_tokens_per_gpu=16384, debug_train_only=True,
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
-    )  # fmt: skip
-    assert trainer_memory(recomputed, 2000).activations < trainer_memory(dense, 2000).activations / 10
+    dense = config_of("qwen3-4B", max_tokens_per_gpu=16384, **PACKED)
+    recomputed = config_of("qwen3-4B", max_tokens_per_gpu=16384, **PACKED, **RECOMPUTE)
+    assert trainer_memory(recomputed, work(2000)).activations < trainer_memory(dense, work(2000)).activations / 10
     two = config_of(
-        "qwen3-4B", use_dynamic_batch_size=True, max_tokens_per_gpu=16384, debug_train_only=True,
-        actor_num_gpus_per_node=2, tensor_model_parallel_size=2, sequence_parallel=True,
+        "qwen3-4B", max_tokens_per_gpu=16384, **PACKED, actor_num_gpus_per_node=2, tensor_model_parallel_size=2,
+        sequence_parallel=True,
     )  # fmt: skip
-    assert trainer_memory(two, 2000).total < 0.55 * trainer_memory(dense, 2000).total
+    assert trainer_memory(two, work(2000)).total < 0.55 * trainer_memory(dense, work(2000)).total
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -85,41 +132,150 @@ def test_adapters_are_all_that_has_gradients_and_optimizer_state(tp):
     assert 36 * in_peft == 33_030_144
     split = 36 * 16 * (4096 + 2048 + 4096 + 19456 + 9728)
     whole = 36 * 16 * 4 * 2560
-    memory = trainer_memory(config, 2000)
+    memory = trainer_memory(config, work(2000))
     assert memory.gradients == 4 * (whole + split // tp)
     assert memory.optimizer == 12 * (whole + split // tp)
-    full = trainer_memory(config_of("qwen3-4B"), 2000)
-    assert 0 < trainer_memory(config, 2000).weights * tp - full.weights < 0.02 * full.weights
+    full = trainer_memory(config_of("qwen3-4B"), work(2000))
+    assert 0 < memory.weights * tp - full.weights < 0.02 * full.weights
 
 
 def test_pipeline_stages_keep_one_micro_batch_for_each_stage_behind_them():
     config = config_of(
-        "qwen3-8B", actor_num_gpus_per_node=4, pipeline_model_parallel_size=4, debug_train_only=True,
-        use_dynamic_batch_size=True, max_tokens_per_gpu=4096,
-    )  # fmt: skip
-    single = config_of("qwen3-8B", debug_train_only=True, use_dynamic_batch_size=True, max_tokens_per_gpu=4096)
-    assert trainer_memory(config, 1000).activations == pytest.approx(trainer_memory(single, 1000).activations, rel=0.01)
+        "qwen3-8B", actor_num_gpus_per_node=4, pipeline_model_parallel_size=4, max_tokens_per_gpu=4096, **PACKED
+    )
+    stages = [stage_memory(config, work(1000), stage).activations for stage in range(4)]
+    once = stages[2] - stages[3]
+    assert stages[0] - stages[1] == pytest.approx(stages[1] - stages[2]) == pytest.approx(once, rel=0.02)
+    single = config_of("qwen3-8B", max_tokens_per_gpu=4096, **PACKED)
+    assert stages[0] == pytest.approx(trainer_memory(single, work(1000)).activations, rel=0.02)
 
 
-def test_a_plan_that_does_not_fit_names_changes_that_do():
+def test_a_sample_longer_than_the_limit_counts_with_all_its_tokens():
+    config = config_of("qwen3-4B", max_tokens_per_gpu=1024, **PACKED)
+    whole = config_of("qwen3-4B", max_tokens_per_gpu=8192, **PACKED)
+    assert trainer_memory(config, work(4096)).activations == trainer_memory(whole, work(4096)).activations
+
+
+def test_an_optimizer_on_the_host_leaves_the_gpu_and_the_precision_aware_one_saves_two_bytes():
+    plain, aware, away = (
+        trainer_memory(config_of("qwen3-4B", max_tokens_per_gpu=4096, **PACKED, **extra), work(500))
+        for extra in ({}, {"use_precision_aware_optimizer": True}, {"optimizer_cpu_offload": True})
+    )
+    assert plain.optimizer * 10 == aware.optimizer * 12
+    assert (away.optimizer, away.host_optimizer) == (0, plain.optimizer)
+
+
+def test_trainer_and_engine_on_the_same_gpus_take_turns():
+    config = config_of("qwen3-4B", colocate=True, use_dynamic_batch_size=True, max_tokens_per_gpu=4096)
+    turns = make_plan(config, CARDS["h100"], mean_prompt=100, mean_response=500)
+    assert turns.engine is not None
+    assert turns.moments["generating"] == turns.engine.total + turns.trainer.runtime
+    assert turns.moments["training"] == turns.trainer.total + turns.engine.runtime
+    assert turns.host == host_memory(config, turns.trainer) == turns.trainer.weights + turns.trainer.optimizer
+    config.offload_train = config.offload_rollout = False
+    together = make_plan(config, CARDS["h100"], mean_prompt=100, mean_response=500)
+    assert together.resident >= together.trainer.total + together.engine.total > turns.resident
+    assert not together.fits and together.host == 0
+
+
+def test_a_critic_in_the_same_processes_weighs_as_much_as_a_model_without_output_layer():
+    options = dict(max_tokens_per_gpu=4096, use_dynamic_batch_size=True, debug_train_only=True)
+    memory = trainer_memory(config_of("qwen3-8B", advantage_estimator="ppo", **options), work(500))
+    assert memory.critic == 18 * (total_parameters(source("qwen3-8B", ROOT)) - 151_936 * 4096)
+    apart = config_of("qwen3-8B", advantage_estimator="ppo", critic_num_gpus_per_node=1, **options)
+    assert trainer_memory(apart, work(500)).critic == 0
+
+
+def test_engines_that_cannot_hold_one_sample_do_not_fit():
     config = config_of(
-        "qwen2.5-32B", actor_num_gpus_per_node=8, tensor_model_parallel_size=8, sequence_parallel=True,
-        use_dynamic_batch_size=True, max_tokens_per_gpu=16384, debug_train_only=True,
+        "qwen2.5-32B", actor_num_gpus_per_node=8, rollout_num_gpus=8, use_dynamic_batch_size=True,
+        max_tokens_per_gpu=8192, tensor_model_parallel_size=8, sequence_parallel=True, optimizer_cpu_offload=True,
+        rollout_max_response_len=32000, **RECOMPUTE,
     )  # fmt: skip
-    lengths = {"mean_prompt": 200, "mean_response": 4000}
-    assert not make_plan(config, CARDS["h100"], **lengths).fits
-    changes = changes_that_fit(config, CARDS["h100"], **lengths)
+    plan = make_plan(config, CARDS["h100"], mean_prompt=200, mean_response=16000)
+    assert not plan.fits and "an engine's cache holds" in plan.problems[0]
+    changes = changes_that_fit(config, CARDS["h100"], mean_prompt=200, mean_response=16000)
+    assert any("--rollout-num-gpus-per-engine" in change.flags for change in changes)
+
+
+SHORT_OF_MEMORY = {
+    "32B on 8 H100": (
+        "qwen2.5-32B",
+        "--tensor-model-parallel-size 8 --sequence-parallel --max-tokens-per-gpu 16384 --actor-num-gpus-per-node 8",
+    ),
+    "32B without any parallelism": (
+        "qwen2.5-32B", "--colocate --max-tokens-per-gpu 8192 --actor-num-nodes 2 --actor-num-gpus-per-node 8"
+    ),
+    "235B on 256 H100": (
+        "qwen3-235B-A22B",
+        "--colocate --max-tokens-per-gpu 8192 --actor-num-nodes 32 --actor-num-gpus-per-node 8 "
+        "--rollout-num-gpus-per-engine 8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHORT_OF_MEMORY)
+def test_what_is_suggested_fits_when_it_is_added_to_the_flags(case, capsys):
+    name, layout = SHORT_OF_MEMORY[case]
+    flags = [
+        *flags_of(name), *layout.split(), "--use-dynamic-batch-size", "--rollout-batch-size", "256",
+        "--n-samples-per-prompt", "8", "--json", "--mean-response", "2000",
+    ]  # fmt: skip
+    assert main(["plan", *flags]) == 1
+    changes = json.loads(capsys.readouterr().out)["changes"]
     assert changes
-    assert all(change.resident < CARDS["h100"].memory_bytes for change in changes)
+    for change in changes:
+        assert main(["plan", *flags, *change["flags"].split()]) == 0, change["flags"]
+        again = json.loads(capsys.readouterr().out)
+        assert (again["resident"], again["gpus"]) == (change["resident"], change["gpus"])
+
+
+def test_the_recipes_own_flags_can_be_planned_as_the_documentation_says(capsys):
+    """4 hosts of H100 are enough for the 32B recipe, 1 is not."""
+    found = {}
+    for nodes in ("1", "4"):
+        script = ROOT / "examples" / "retool" / "retool_qwen2.5_32b_dapo.sh"
+        env = {**os.environ, "PYTHON": "echo", "NUM_NODES": nodes, "MODEL": "", "RAY_ADDRESS": ""}
+        line = subprocess.run(["bash", script], env=env, check=True, capture_output=True, text=True).stdout
+        found[nodes] = main(["plan", "--mean-response", "4000", *line.split()[2:]])
+        assert f"32.76B parameters on {8 * int(nodes)} x H100" in capsys.readouterr().out
+    assert found == {"1": 1, "4": 0}
 
 
 def test_time_grows_with_tokens_and_shrinks_with_gpus():
-    config = config_of("qwen3-4B", debug_train_only=True)
-    short = step_time(config, CARDS["h200"], mean_prompt=100, mean_response=1000)
-    long = step_time(config, CARDS["h200"], mean_prompt=100, mean_response=4000)
-    assert 3 * short.train < long.train < 6 * short.train
+    config, card = config_of("qwen3-4B", debug_train_only=True), CARDS["h200"]
+    short, long = (train_seconds(config, card, work(mean)) for mean in (1000, 4000))
+    assert 3 * short < long < 6 * short
     four = config_of("qwen3-4B", debug_train_only=True, actor_num_gpus_per_node=4)
-    assert step_time(four, CARDS["h200"], mean_prompt=100, mean_response=4000).train < long.train / 3
+    assert train_seconds(four, card, work(4000)) < long / 3
+
+
+def test_recomputation_adapters_and_stages_cost_what_their_operations_say():
+    card, load = CARDS["h200"], work(2000)
+    options = dict(max_tokens_per_gpu=16384, **PACKED)
+    plain = train_seconds(config_of("qwen3-8B", **options), card, load)
+    full = train_seconds(config_of("qwen3-8B", **options, **RECOMPUTE), card, load)
+    lora = train_seconds(config_of("qwen3-8B", **options, lora_rank=16), card, load)
+    assert 1.25 * plain < full < 4 / 3 * plain
+    assert 0.65 * plain < lora < 0.85 * plain
+
+
+def test_a_further_micro_batch_costs_the_slowest_stage_and_the_first_one_all_of_them():
+    config = config_of(
+        "qwen3-8B", max_tokens_per_gpu=16384, **PACKED, actor_num_gpus_per_node=4, pipeline_model_parallel_size=4
+    )
+    few, many = work(2048, 4 * 8), work(2048, 64 * 8)  # 8 samples fill a micro-batch
+    stages = [stage.forward + stage.backward for stage in stage_passes(config, CARDS["h200"], few, 4)]
+    took = [train_seconds(config, CARDS["h200"], load) for load in (few, many)]
+    assert took[1] - took[0] == pytest.approx(60 * max(stages))
+    assert sum(stages) + 3 * max(stages) < took[0] < 1.1 * (sum(stages) + 3 * max(stages))
+
+
+def test_a_group_wider_than_a_host_works_at_the_networks_rate():
+    options = dict(max_tokens_per_gpu=16384, tensor_model_parallel_size=8, sequence_parallel=True, **PACKED)
+    inside = config_of("qwen3-8B", actor_num_gpus_per_node=8, **options)
+    across = config_of("qwen3-8B", actor_num_nodes=2, actor_num_gpus_per_node=4, **options)
+    assert train_seconds(across, CARDS["h200"], work(2000)) > 1.5 * train_seconds(inside, CARDS["h200"], work(2000))
 
 
 def test_the_command_prints_a_page_or_json_and_tells_by_its_exit_code(capsys):

@@ -167,7 +167,7 @@ async def test_no_more_requests_are_in_flight_than_allowed():
         (reply(log_probs=[-0.1, None, -0.3]), "None for token 6"),
         (reply(log_probs=[-0.1, float("nan"), -0.3]), "nan for token 6"),
         (reply(finish_reason={"type": "weird"}), "unknown reason 'weird'"),
-        (reply(weight_version="default"), "cannot be used"),
+        (reply(weight_version="new"), "cannot be used"),
         ({"text": "only"}, "cannot be used: KeyError"),
         ([], "cannot be used: TypeError"),
     ],

@@ -15,6 +15,7 @@ from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.evaluate import evaluate
 from slime_retool.rollout.figures import source_figures
 from slime_retool.rollout.filters import check_reward_nonzero_std
+from slime_retool.rollout.hooks import BusyTime
 from slime_retool.rollout.rl_rollout import generate_rollout
 from slime_retool.rollout.sampling import evaluation_sampling_params, remaining_tokens, training_sampling_params
 from slime_retool.types import RolloutBatch, Sample, SampleStatus
@@ -71,6 +72,17 @@ async def test_figures_describe_the_batch(tmp_path):
     assert m["rollout/weight_version_min"] == m["rollout/weight_version_max"] == 3
     assert m["rollout/mean_turns"] == 1 and m["rollout/tool_call_rate"] == 0
     assert m["rollout/groups_kept"] == 2 and m["rollout/samples"] == m["rollout/train_samples"] == 8
+
+
+async def test_time_with_several_rewards_at_once_counts_once():
+    busy, clock = BusyTime(), iter([10.0, 13.0, 20.0, 21.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime_retool.rollout.hooks.time.monotonic", lambda: next(clock))
+        with busy, busy, busy:
+            pass
+        with busy:
+            pass
+    assert busy.seconds == 4.0
 
 
 async def test_an_outage_loses_its_sample_and_the_group_goes_on_without_it(tmp_path):

@@ -71,7 +71,7 @@ def _measure(rank: int, world_size: int, config: Any) -> dict[str, Any]:
     if config.uses_critic:
         out["values"] = trainer.values(batch)
     metrics = trainer.train(batch, rollout_id)
-    out["metrics"] = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+    out["metrics"] = {name: value for name, value in metrics.items() if not name.startswith(("perf/", "memory/"))}
     out["grads"] = {"actor": gradients(trainer)} | ({"critic": critic_gradients(trainer)} if config.uses_critic else {})
     trainer.shutdown()
     return out
@@ -138,7 +138,9 @@ def _resume(rank: int, world_size: int, root: str) -> dict[str, Any]:
 
     def run(trainer: Any, first: int) -> list[dict[str, float]]:
         rows = [trainer.train(batch, first + i) for i, batch in enumerate(batches[first:])]
-        return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+        return [
+            {name: value for name, value in row.items() if not name.startswith(("perf/", "memory/"))} for row in rows
+        ]
 
     trainer = make_trainer(rank, world_size, config)
     start = trainer.load()
@@ -203,7 +205,7 @@ def _apart(rank: int, world_size: int, root: str) -> dict[str, Any]:
     metrics |= critic.train_critic(batch, 2, values, returns)
     grads["critic"] = critic_gradients(critic)
     critic.shutdown()
-    metrics = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+    metrics = {name: value for name, value in metrics.items() if not name.startswith(("perf/", "memory/"))}
     return {"metrics": metrics, "grads": grads, "started": started}
 
 

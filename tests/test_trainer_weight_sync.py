@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ from dist_utils import run_distributed
 from sglang_utils import engine_config, make_tiny_checkpoint
 from trainer_utils import make_trainer, random_samples, tiny_config
 
+from slime_retool.config import Config
 from slime_retool.engine.server import EngineProcess
+from slime_retool.trainer.weight_sync import broadcast
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
 from slime_retool.trainer.weight_sync.ipc import SharedBuffer, payload
+from slime_retool.trainer.weight_sync.transport import Peers
 from slime_retool.types import RolloutBatch
 
 MODEL = {
@@ -162,6 +166,37 @@ def _two_workers(rank: int, world_size: int) -> list[str]:
 
 def test_every_worker_of_an_engine_gets_the_memory_of_the_rank_it_shares_a_device_with() -> None:
     assert run_distributed(_two_workers, 2) == [[], []]
+
+
+class _Joining:
+    """Stands in for an engine that is asked to join the weight-update group."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.joined: list[tuple[Any, ...]] = []
+
+    def init_weights_update_group(self, *args: Any) -> None:
+        self.joined.append(args)
+
+
+def test_every_worker_of_every_engine_has_a_rank_of_its_own_in_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of two workers: rank 0 sends, 1 and 2 are the first engine's, 3 and 4 the second's."""
+    groups: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(broadcast, "_process_group", lambda *args: groups.append(args) or object())
+    engines: Any = [_Joining("http://10.0.0.2:1"), _Joining("http://10.0.0.3:1")]
+    trainer: Any = SimpleNamespace(config=Config(device="cuda"))
+    monkeypatch.setattr(broadcast, "free_ports", lambda count, host: [4000])
+    transport = broadcast.BroadcastTransport(Peers(trainer, engines, 2, "10.0.0.1", 1, 30))
+    transport._join()
+    transport._join()  # once is enough
+    ((backend, address, world_size, name, _),) = groups
+    assert (backend, address, world_size) == ("nccl", "tcp://10.0.0.1:4000", 5)
+    joined = [engine.joined for engine in engines]
+    assert joined == [[("10.0.0.1", 4000, first, 5, name, "nccl")] for first in (1, 3)]
+    assert sorted([0, *(args[2] + worker for (args,) in joined for worker in range(2))]) == list(range(world_size))
+    again = broadcast.BroadcastTransport(Peers(trainer, engines, 2, "10.0.0.1", 1, 30))
+    again._join()
+    assert groups[1][3] != name  # engines may still hold the group of a trainer that was killed
 
 
 def _generate(url: str, ids: list[int]) -> tuple[list[float], list[int]]:

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
-from urllib.parse import urlsplit
 
+import psutil
 import ray
 
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError, free_ports
 from slime_retool.types import RolloutBatch, TrainSample
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
-
-def _address(config: Config) -> str:
+def _address(several_hosts: bool) -> str:
     """Where other processes of the run reach this one: never beyond the host when the run has only one."""
-    elsewhere = any(urlsplit(url).hostname not in LOCAL for url in config.rollout_external_urls)
-    return ray.util.get_node_ip_address() if config.actor_num_nodes > 1 or elsewhere else "127.0.0.1"
+    return ray.util.get_node_ip_address() if several_hosts else "127.0.0.1"
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has this address."""
+    found = (name for name, parts in psutil.net_if_addrs().items() if any(part.address == address for part in parts))
+    return next(found, None)
 
 
 @ray.remote(num_cpus=0)
 class TrainerActor:
-    """One rank of the trainer."""
+    """One rank of the trainer. It sees its own GPU only, as device 0."""
 
-    def __init__(self, config: Config, rank: int, roles: str = "all") -> None:
+    def __init__(self, config: Config, rank: int, *, roles: str = "all", several_hosts: bool = False) -> None:
         self._config, self._rank, self._roles = config, rank, roles
+        self._host = _address(several_hosts)
+        if several_hosts and (interface := _interface(self._host)):
+            # Gloo would take the address of the host's name, which is often a loopback one.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._trainer: Any = None
         self._sync: Any = None
         self._memory: Any = None
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and port at which rank 0 waits for the others."""
-        host = _address(self._config)
-        return host, free_ports(1, host)[0]
+        return self._host, free_ports(1, self._host)[0]
 
     def start(self, master_addr: str, master_port: int) -> tuple[int, dict[str, Any]]:
         """Join the group, build the model, load a checkpoint. Returns the first rollout's number and saved state."""
@@ -44,7 +51,6 @@ class TrainerActor:
             self._config,
             rank=self._rank,
             world_size=self._config.world_size,
-            # Ray shows each actor its own GPU only, as device 0.
             local_rank=0,
             master_addr=master_addr,
             master_port=master_port,
@@ -92,7 +98,7 @@ class TrainerActor:
         from slime_retool.trainer.weight_sync import WeightSync
 
         workers = self._config.rollout_num_gpus_per_engine if self._config.on_cuda else 1
-        self._sync = WeightSync(self._trainer, urls, host=_address(self._config), gpus_per_engine=workers)
+        self._sync = WeightSync(self._trainer, urls, host=self._host, gpus_per_engine=workers)
 
     def update_weights(self, *, asleep: bool = False) -> int:
         return self._sync.update(asleep=asleep)
@@ -117,21 +123,26 @@ class TrainerActor:
 class EngineActor:
     """Owns one SGLang server on the host its GPUs are on."""
 
-    def __init__(self, config: Config, rank: int, gpus: list[int] | None) -> None:
+    def __init__(self, config: Config, rank: int, gpus: list[str] | None, *, several_hosts: bool = False) -> None:
         self._config, self._rank, self._gpus = config, rank, gpus
+        self._host = _address(several_hosts)
         self._engine: Any = None
 
     def start(self) -> str:
         """Start the server and wait until it is healthy. Returns its URL."""
         from slime_retool.engine.server import EngineProcess
 
-        self._engine = EngineProcess(self._config, rank=self._rank, devices=self._gpus, host=_address(self._config))
+        self._engine = EngineProcess(self._config, rank=self._rank, devices=self._gpus, host=self._host)
         return self._engine.url
 
     def check(self) -> None:
         """Raise ServerError with the end of the log when the server has died."""
         if not self._engine.alive:
             raise ServerError(f"SGLang engine {self._rank} has died. The end of its log:\n{self._engine.log_tail()}")
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Checksum of each tensor as the engine holds it, by Hugging Face name."""
+        return self._engine.admin(timeout=self._config.distributed_timeout_minutes * 60).weight_checksums()
 
     def stop(self) -> None:
         if self._engine is not None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slime_retool.cluster.actors import EngineActor, TrainerActor
+from slime_retool.cluster.connection import connect
+from slime_retool.cluster.files import check_files
 from slime_retool.cluster.placement import Placement, Slot, place
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
+from slime_retool.errors import ConfigError, WeightUpdateError
 from slime_retool.types import RolloutBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,10 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
-            self._connect()
+            connect(self._config)
+            self._owns_ray = True
             self._placement = place(self._config)
+            check_files(self._config, self._placement)
         except BaseException:
             self.close()
             raise
@@ -61,28 +64,12 @@ class Cluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _connect(self) -> None:
-        env = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in _python_path() if p)}}
-        options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
-        if self._config.ray_address is not None:
-            ray.init(address=self._config.ray_address, **options)
-        else:
-            # Processes here reserve no CPUs, so any number of them fits on any machine. "local": a cluster that
-            # someone else has started on this machine is not joined.
-            ray.init(
-                address="local", num_cpus=1, include_dashboard=False, object_store_memory=_object_store_bytes(),
-                **options,
-            )  # fmt: skip
-        self._owns_ray = True
-
     def start_trainers(self) -> tuple[int, dict[str, Any]]:
         """Start every trainer rank and load weights. Returns (first rollout's number, state saved with it)."""
         assert self._placement is not None
         apart = self._config.critic_world_size > 0
-        share = 0.5 if self._config.colocate else 1.0
-        self._trainers = self._make_trainers(
-            self._config, self._placement.trainers, "actor" if apart else "all", share=share
-        )
+        roles = "actor" if apart else "all"
+        self._trainers = self._make_trainers(self._config, self._placement.trainers, roles)
         if apart:
             own = dataclasses.replace(
                 self._config,
@@ -90,7 +77,7 @@ class Cluster:
                 actor_num_gpus_per_node=self._config.critic_num_gpus_per_node or 1,
                 offload_train=False,  # nobody else wants its devices
             )
-            self._critics = self._make_trainers(own, self._placement.critics, "critic", share=1.0)
+            self._critics = self._make_trainers(own, self._placement.critics, "critic")
         starting = []
         for group in (self._trainers, self._critics):
             if group:
@@ -98,39 +85,78 @@ class Cluster:
                 starting += [actor.start.remote(address, port) for actor in group]
         return _get(starting)[0]
 
-    def _make_trainers(self, config: Config, slots: list[Slot], roles: str, *, share: float) -> list[Any]:
+    def _make_trainers(self, config: Config, slots: list[Slot], roles: str) -> list[Any]:
+        assert len(slots) == config.world_size
+        environment = TRAINER_ENVIRONMENT if config.on_cuda else {}
+        shipped = ray.put(config.with_absolute_paths())
+        return [
+            TrainerActor.options(**slot.options(environment)).remote(
+                shipped, rank, roles=roles, several_hosts=self._several_hosts
+            )
+            for rank, slot in enumerate(slots)
+        ]
+
+    @property
+    def _several_hosts(self) -> bool:
+        """Whether processes of this run must be reached from other hosts."""
         assert self._placement is not None
-        actors = []
-        for rank in range(config.world_size):
-            options: dict[str, Any] = {}
-            if config.on_cuda:
-                options["runtime_env"] = {"env_vars": TRAINER_ENVIRONMENT}
-                options |= {"num_gpus": share, "scheduling_strategy": self._placement.strategy(slots[rank])}
-            actors.append(TrainerActor.options(**options).remote(config, rank, roles))
-        return actors
+        return self._placement.several_hosts or self._config.engines_elsewhere
 
     def start_engines(self) -> list[str]:
         """Start every engine, at once. Returns their URLs (or those of the external ones)."""
         assert self._placement is not None
         if self._config.rollout_external_urls:
-            return self._know(self._config.rollout_external_urls)
+            return self._know_external()
+        shipped = ray.put(self._config.with_absolute_paths())
         for index, slots in enumerate(self._placement.engines):
-            options: dict[str, Any] = {}
-            if slots:
-                # The server is given its devices by number; this only puts the actor on their host.
-                options = {"num_gpus": 0.01, "scheduling_strategy": self._placement.strategy(slots[0])}
-            gpus = [slot.gpu for slot in slots] or None
-            self._engines.append(EngineActor.options(**options).remote(self._config, index, gpus))
+            # The first slot puts the actor on their host; the server itself is given all devices by number.
+            gpus = [slot.gpu for slot in slots if slot.gpu is not None] or None
+            actor = EngineActor.options(**slots[0].options())
+            self._engines.append(actor.remote(shipped, index, gpus, several_hosts=self._several_hosts))
         return self._know(_get([actor.start.remote() for actor in self._engines]))
 
     def _know(self, urls: Sequence[str]) -> list[str]:
         self._admins = [EngineAdmin(url, timeout=self._config.distributed_timeout_minutes * 60) for url in urls]
         return list(urls)
 
+    def _know_external(self) -> list[str]:
+        """The servers of --rollout-external-urls. Raises ConfigError for one that cannot be used."""
+        config = self._config
+        urls = self._know([url.rstrip("/") for url in config.rollout_external_urls])
+        for engine in self._admins:
+            try:
+                workers = engine.tensor_parallel_size()
+            except WeightUpdateError as error:
+                raise ConfigError(f"--rollout-external-urls: no SGLang server answers there: {error}") from error
+            expected = config.rollout_num_gpus_per_engine if config.on_cuda else 1
+            if workers != expected and config.weight_transport == "broadcast":
+                raise ConfigError(
+                    f"--rollout-external-urls: {engine.url} has {workers} tensor-parallel workers, the flags say "
+                    f"{expected}; set --rollout-num-gpus-per-engine {workers} (all external "
+                    "engines alike) or --update-weight-transport disk"
+                )
+        return urls
+
     def start_router(self, urls: list[str]) -> str:
         """Start the router in front of `urls`. Returns its URL."""
         self._router = RouterProcess(self._config, urls)
         return self._router.url
+
+    def engine_memory(self) -> dict[str, float]:
+        """`memory/engine_*`: what one worker of an engine holds while it generates, the largest of all engines.
+
+        The cache's tokens are those of the smallest cache. Empty where the engines do not say: it is only a report.
+        """
+        try:
+            reports = [report for report in (engine.memory() for engine in self._admins) if report]
+        except WeightUpdateError as error:
+            logger.warning("the engines' memory is not reported: %s", error)
+            return {}
+        if not reports:
+            return {}
+        figures = {f"memory/engine_{name}": max(report[name] for report in reports) for name in reports[0]}
+        figures["memory/engine_kv_cache_tokens"] = min(report["kv_cache_tokens"] for report in reports)
+        return figures
 
     def check(self) -> None:
         """Raise when an engine or the router has died since the last look."""
@@ -163,7 +189,22 @@ class Cluster:
         With --offload-rollout the engines stay paused until `begin_generation`.
         """
         asleep = self._config.offloads_rollout
-        return _get([actor.update_weights.remote(asleep=asleep) for actor in self._trainers])[0]
+        version = _get([actor.update_weights.remote(asleep=asleep) for actor in self._trainers])[0]
+        if self._config.check_weight_update_equal:
+            self._compare_weights(version)
+        return version
+
+    def _compare_weights(self, version: int) -> None:
+        """Raise WeightUpdateError when any tensor of any engine differs from the trainer's."""
+        expected = self.weight_checksums()
+        for rank, found in enumerate(self.engine_checksums()):
+            differing = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+            if differing:
+                raise WeightUpdateError(
+                    f"after weight update {version} engine {rank} holds other values than the trainer in "
+                    f"{len(differing)} of {len(expected)} tensors, among them {', '.join(sorted(differing)[:3])}"
+                )
+        logger.info("weight update %d: %d tensors are equal in every engine", version, len(expected))
 
     def begin_generation(self) -> None:
         """Trainers leave, engines take room for their cache and go on."""
@@ -206,6 +247,10 @@ class Cluster:
         """Checksum of each tensor as the trainer holds it, by Hugging Face name."""
         return _get([actor.weight_checksums.remote() for actor in self._trainers])[0]
 
+    def engine_checksums(self) -> list[dict[str, str]]:
+        """The same of every engine that this object started."""
+        return _get([actor.weight_checksums.remote() for actor in self._engines])
+
     def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
         """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it.
 
@@ -239,17 +284,6 @@ class Cluster:
             ray.shutdown()
 
 
-def _python_path() -> list[str]:
-    """Where this process finds modules: hooks named by dotted path must be importable in the actors as well."""
-    return [os.path.abspath(p) for p in sys.path if p and os.path.isdir(p)]
-
-
-def _object_store_bytes() -> int:
-    """Room for a few rollout batches: a tenth of memory, between 80 MB and 8 GB (Ray's default takes a third)."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(min(max(total // 10, 80_000_000), 8_000_000_000))
-
-
 def _get(refs: Any) -> Any:
     """`ray.get`, raising the actor's own exception instead of Ray's wrapper around it.
 
@@ -267,6 +301,8 @@ def _get(refs: Any) -> Any:
         if isinstance(cause, Exception):
             raise cause from error
         raise
+    except RayActorError as error:
+        raise ServerError(f"a process of the run ended, or its host: {error}") from error
 
 
 def _stop(refs: list[Any]) -> None:

@@ -1,97 +1,210 @@
-"""Which device runs which trainer rank and which engine.
+"""Which host and which device runs which trainer rank and which engine.
 
-One bundle of a Ray placement group per GPU, sorted by host and device number, so that consecutive ranks (a
-tensor-parallel group) share a host. Trainers take the first `world_size` bundles. Engines take the next ones, or,
-with --colocate, the same ones from the start. A critic with GPUs of its own takes the last ones. On the CPU nothing
-is reserved: every process is a plain one.
+What has to share a host is one bundle of a Ray placement group: the --actor-num-gpus-per-node ranks of a training host,
+and the GPUs of one engine. Bundles of training hosts go to as many hosts as --actor-num-nodes says; engines are packed.
+With --colocate engines take the trainer's GPUs, from the first rank's on. A critic with GPUs of its own has bundles
+like the trainer's.
+
+The bundle reserves its GPUs; each process is started on the bundle's host and shown its device by number
+(CUDA_VISIBLE_DEVICES), so that a trainer and the engine on its card agree about which one that is. Hosts are told
+apart by Ray's node id: several may share an address.
+
+On the CPU nothing is reserved: --actor-num-gpus-per-node ranks go to each host of the cluster in turn, beginning with
+this one, and engines to the hosts likewise, or beside their ranks with --colocate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 
+PLACEMENT_SECONDS = 120.0
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One GPU: its bundle in the placement group, its host and its number there."""
+    """A place for one process.
 
-    bundle: int
-    host: str
-    gpu: int
+    node: Ray's id of the host.
+    gpu: the device as CUDA_VISIBLE_DEVICES names it there; None on the CPU.
+    strategy: puts an actor there.
+    """
+
+    node: str
+    gpu: str | None
+    strategy: Any
+
+    def options(self, environment: dict[str, str] | None = None) -> dict[str, Any]:
+        """Options of an actor that runs here and sees this device alone."""
+        variables = dict(environment or {})
+        if self.gpu is not None:
+            # The bundle holds the GPU; Ray, asked for none here, would hide all of them.
+            variables |= {"CUDA_VISIBLE_DEVICES": self.gpu, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        return {"num_gpus": 0, "scheduling_strategy": self.strategy, "runtime_env": {"env_vars": variables}}
 
 
 @dataclass(slots=True)
 class Placement:
-    """Slots of trainer ranks, of engines and of the critic's own ranks; empty on the CPU."""
+    """Slots of trainer ranks, of each engine's workers (one on the CPU) and of the critic's own ranks."""
 
-    group: Any | None
     trainers: list[Slot]
     engines: list[list[Slot]]
     critics: list[Slot]
+    driver: str
+    """Node id of the host with the training loop, the router and the rollout's tools."""
+    groups: list[Any] = field(default_factory=list)
 
-    def strategy(self, slot: Slot) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot.bundle)
+    @property
+    def several_hosts(self) -> bool:
+        """Whether processes of the run must reach each other beyond one host."""
+        slots = [*self.trainers, *self.critics, *(slot for engine in self.engines for slot in engine)]
+        return any(slot.node != self.driver for slot in slots)
 
     def release(self) -> None:
-        if self.group is not None:
-            remove_placement_group(self.group)
-            self.group = None
+        for group in self.groups:
+            remove_placement_group(group)
+        self.groups = []
 
 
-@ray.remote(num_cpus=0, max_calls=1)
-def _where_am_i() -> tuple[str, int]:
-    return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
-
-
-def place(config: Config) -> Placement:
+def place(config: Config, *, timeout: float = PLACEMENT_SECONDS) -> Placement:
     """Reserve the GPUs of a run.
 
     Raises:
-        ConfigError: the cluster has too few GPUs, or an engine would span hosts.
+        ConfigError: the cluster has too few GPUs, they are on other hosts than the flags ask for, or they did not
+            become free within `timeout` seconds.
     """
+    placement = _place_on_gpus(config, timeout) if config.on_cuda else _place_on_cpus(config)
+    try:
+        _check_disk_transport(config, placement)
+    except ConfigError:
+        placement.release()
+        raise
+    return placement
+
+
+def _place_on_gpus(config: Config, timeout: float) -> Placement:
     per_engine = config.rollout_num_gpus_per_engine
     own_engines = 0 if config.rollout_external_urls else config.num_engines
-    if not config.on_cuda:
-        return Placement(None, [], [[] for _ in range(own_engines)], [])
-    shared, engine_gpus = config.colocate, own_engines * per_engine
-    critic_gpus = config.critic_world_size
-    wanted = (max(config.world_size, engine_gpus) if shared else config.world_size + engine_gpus) + critic_gpus
-    present = int(ray.cluster_resources().get("GPU", 0))
-    if present < wanted:
+    trains = config.colocate or not config.debug_rollout_only
+    wanted = {
+        "trainers": [config.actor_num_gpus_per_node] * (config.actor_num_nodes if trains else 0),
+        "engines": [] if config.colocate else [per_engine] * own_engines,
+        "critics": [config.critic_num_gpus_per_node or 1] * (config.critic_num_nodes or 1 if _critics(config) else 0),
+    }
+    _check_hosts(wanted, sorted((gpus for gpus in _gpus_by_node().values() if gpus), reverse=True))
+    placement = Placement([], [], [], driver=ray.get_runtime_context().get_node_id())
+    found: dict[str, list[list[Slot]]] = {name: [] for name in wanted}
+    try:
+        # The largest first: what is left over is then more likely to hold the small ones.
+        for name in sorted((name for name in wanted if wanted[name]), key=lambda name: -max(wanted[name])):
+            found[name] = _reserve(placement, wanted[name], apart=name != "engines", timeout=timeout)
+    except BaseException:
+        placement.release()
+        raise
+    placement.trainers = sum(found["trainers"], [])
+    placement.engines = found["engines"]
+    placement.critics = sum(found["critics"], [])
+    if config.colocate:
+        slots = placement.trainers
+        placement.engines = [slots[i * per_engine : (i + 1) * per_engine] for i in range(own_engines)]
+        assert all(len({slot.node for slot in engine}) == 1 for engine in placement.engines), "checked by `validate`"
+    return placement
+
+
+def _reserve(placement: Placement, sizes: list[int], *, apart: bool, timeout: float) -> list[list[Slot]]:
+    """One bundle of that many GPUs for each of `sizes`, on different hosts if `apart`; the slots of each, in order."""
+    group = placement_group([{"GPU": size} for size in sizes], strategy="STRICT_SPREAD" if apart else "PACK")
+    placement.groups.append(group)
+    if not group.wait(timeout_seconds=timeout):
         raise ConfigError(
-            f"the run needs {wanted} GPUs ({config.world_size} for training, {own_engines} engines of {per_engine}"
-            f"{', colocated' if shared else ''}{f', {critic_gpus} for the critic' if critic_gpus else ''}) but the "
-            f"cluster has {present}; lower --actor-num-gpus-per-node or --rollout-num-gpus, or add --colocate"
+            f"no place within {timeout:g} s for {len(sizes)} x {sizes[0]} GPUs, each {sizes[0]} on one host"
+            f"{', all on different hosts' if apart and len(sizes) > 1 else ''}: other jobs of this Ray cluster hold "
+            "them, or what is free is scattered; free some, or ask for fewer"
         )
-    group = placement_group([{"GPU": 1} for _ in range(wanted)], strategy="PACK")
-    if not group.wait(timeout_seconds=120):
-        remove_placement_group(group)
-        raise ConfigError(f"{wanted} GPUs did not become free within 120 s: another job of this Ray cluster holds them")
-    found = ray.get(
-        [
-            _where_am_i.options(
-                num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-            ).remote()
-            for i in range(wanted)
-        ]
-    )
-    slots = sorted((Slot(bundle, host, gpu) for bundle, (host, gpu) in enumerate(found)), key=lambda s: (s.host, s.gpu))
-    first = 0 if shared else config.world_size
-    engines = [slots[first + i * per_engine : first + (i + 1) * per_engine] for i in range(own_engines)]
-    for engine in engines:
-        hosts = {slot.host for slot in engine}
-        if len(hosts) > 1:
-            remove_placement_group(group)
+    strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(sizes))]
+    asked = [
+        _where_am_i.options(num_gpus=size, scheduling_strategy=strategy).remote()
+        for size, strategy in zip(sizes, strategies, strict=True)
+    ]
+    bundles = []
+    for (address, node, gpus), strategy in zip(ray.get(asked), strategies, strict=True):
+        gpus.sort(key=_by_number)
+        bundles.append(((address, node, _by_number(gpus[0])), [Slot(node, gpu, strategy) for gpu in gpus]))
+    return [slots for _, slots in sorted(bundles, key=lambda bundle: bundle[0])]
+
+
+@ray.remote(num_cpus=0, max_calls=1)
+def _where_am_i() -> tuple[str, str, list[str]]:
+    """Address, node id and devices (numbers, or the names that CUDA_VISIBLE_DEVICES gives them)."""
+    context = ray.get_runtime_context()
+    return ray.util.get_node_ip_address(), context.get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def _by_number(gpu: str) -> tuple[int, str]:
+    return len(gpu), gpu
+
+
+def _gpus_by_node() -> dict[str, int]:
+    """GPUs of every living host of the cluster, by Ray's node id."""
+    return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+
+
+def _critics(config: Config) -> bool:
+    return config.critic_world_size > 0 and not config.debug_rollout_only
+
+
+def _check_hosts(wanted: dict[str, list[int]], hosts: list[int]) -> None:
+    """Refuse what `hosts` (their GPUs, most first) could not hold even if all of them were free."""
+    trainers, engines, critics = wanted["trainers"], wanted["engines"], wanted["critics"]
+    total, present = sum(trainers + engines + critics), sum(hosts)
+    if present < total:
+        raise ConfigError(
+            f"the run needs {total} GPUs ({sum(trainers)} for training, {sum(engines)} for engines, "
+            f"{sum(critics)} for the critic) but the cluster has {present}; lower --actor-num-gpus-per-node or "
+            "--rollout-num-gpus, or add --colocate"
+        )
+    shown = " and ".join(map(str, hosts))
+    for name, bundles in (("actor", trainers), ("critic", critics)):
+        if bundles and sum(gpus >= bundles[0] for gpus in hosts) < len(bundles):
             raise ConfigError(
-                f"an engine of --rollout-num-gpus-per-engine {per_engine} would span hosts {sorted(hosts)}; "
-                "use a size that divides the GPUs of one host"
+                f"--{name}-num-nodes {len(bundles)} x --{name}-num-gpus-per-node {bundles[0]} needs {len(bundles)} "
+                f"host(s) of at least {bundles[0]} GPUs, the cluster's hosts have {shown}; set both to what there is"
             )
-    return Placement(group, slots[: config.world_size], engines, slots[wanted - critic_gpus :])
+    if engines and engines[0] > hosts[0]:
+        raise ConfigError(
+            f"an engine of --rollout-num-gpus-per-engine {engines[0]} would span hosts, which have {shown} GPUs; "
+            f"use at most {hosts[0]}"
+        )
+
+
+def _place_on_cpus(config: Config) -> Placement:
+    driver = ray.get_runtime_context().get_node_id()
+    others = sorted(node for node in _gpus_by_node() if node != driver)
+    hosts = [Slot(node, None, NodeAffinitySchedulingStrategy(node, soft=False)) for node in (driver, *others)]
+
+    def ranks(count: int, per_node: int) -> list[Slot]:
+        return [hosts[rank // per_node % len(hosts)] for rank in range(count)]
+
+    trainers = ranks(config.world_size, config.actor_num_gpus_per_node)
+    critics = ranks(config.critic_world_size, config.critic_num_gpus_per_node or 1)
+    own_engines = 0 if config.rollout_external_urls else config.num_engines
+    engines = (trainers if config.colocate else ranks(own_engines, 1))[:own_engines]
+    return Placement(trainers, [[slot] for slot in engines], critics, driver)
+
+
+def _check_disk_transport(config: Config, placement: Placement) -> None:
+    if config.debug_rollout_only or config.weight_transport != "disk" or config.update_weight_disk_dir is not None:
+        return
+    writer = placement.trainers[0].node
+    if any(slot.node != writer for engine in placement.engines for slot in engine):
+        raise ConfigError(
+            "--update-weight-transport disk: engines on other hosts than the first trainer rank cannot read its "
+            "memory or disk; add --update-weight-disk-dir with a folder that all hosts share"
+        )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
 
 from megatron_bridge import flags
 from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs
 from slime_retool.config import groups
 from slime_retool.data.mixture import DataSet, parse_data_sets
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass
@@ -38,6 +41,11 @@ class Config(
 
     sglang_server_flags: dict[str, list[str]] = field(default_factory=dict)
     """Flags for `sglang.launch_server` that are not declared here, e.g. {"--attention-backend": ["triton"]}."""
+
+    def with_absolute_paths(self) -> Config:
+        """The same for processes that start in another working folder."""
+        given = {name: self.__dict__[name] for name in flags.names_of(Config, metavar="DIR")}
+        return replace(self, **{name: os.path.abspath(path) for name, path in given.items() if path is not None})
 
     # Derived sizes; `validate` has checked that they divide.
 
@@ -114,7 +122,14 @@ class Config(
         """`update_weight_transport` with "auto" settled."""
         if self.update_weight_transport != "auto":
             return self.update_weight_transport
+        if self.rollout_external_urls and self.update_weight_disk_dir is not None:
+            return "disk"
         return "ipc" if self.colocate else "broadcast"
+
+    @property
+    def engines_elsewhere(self) -> bool:
+        """Whether an external engine is reached by an address beyond this host's loopback."""
+        return any(urlsplit(url).hostname not in LOOPBACK for url in self.rollout_external_urls)
 
     @property
     def offloads_train(self) -> bool:

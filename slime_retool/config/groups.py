@@ -15,7 +15,7 @@ class ClusterArgs:
     device: str = flag(
         "auto", choices=("auto", "cpu", "cuda"), help="Where to compute: cuda when a GPU is visible, else cpu."
     )
-    actor_num_nodes: int = flag(1, help="Hosts used for training.")
+    actor_num_nodes: int = flag(1, help="Hosts used for training, each with --actor-num-gpus-per-node processes.")
     actor_num_gpus_per_node: int = flag(
         1, help="Training processes per host, one GPU each (on the CPU: plain processes that talk over gloo)."
     )
@@ -36,8 +36,9 @@ class ClusterArgs:
     update_weight_transport: str = flag(
         "auto",
         choices=("auto", "ipc", "broadcast", "disk"),
-        help="How new weights reach the engines. auto: ipc with "
-        "--colocate, else broadcast (NCCL, gloo on the CPU). disk: through files, for engines that can join no group.",
+        help="How new weights reach the engines. auto: ipc with --colocate, disk for external engines with "
+        "--update-weight-disk-dir, else broadcast (NCCL, gloo on the CPU). disk: through files, for engines that can "
+        "join no group.",
     )
     update_weight_buffer_size: int = flag(
         512 * 2**20, help="Bytes of one bucket of a weight update; two are in memory during one."
@@ -45,11 +46,13 @@ class ClusterArgs:
     update_weight_disk_dir: str | None = flag(
         None,
         metavar="DIR",
-        help="Folder of the disk transport, under the same path for the engines (default: memory "
-        "of this host, else --output-dir).",
+        help="Folder of the disk transport, under the same path for the engines (default, for engines on the first "
+        "trainer rank's host: memory of that host, else --output-dir).",
     )
     ray_address: str | None = flag(
-        None, help="Join this Ray cluster ('auto' finds a running one); without it a private one is started and ended."
+        None,
+        help="Join this Ray cluster ('auto' finds a running one; default: RAY_ADDRESS, which `ray job submit` sets); "
+        "without either a private one is started and ended.",
     )
     distributed_timeout_minutes: float = flag(10.0, help="Collective operations that take longer fail.")
     seed: int = flag(1234, help="Seed of everything random in training.")
@@ -372,6 +375,12 @@ class PerfArgs:
     transformer_impl: str = flag(
         "auto", choices=("auto", "transformer_engine", "local"), help="auto: Transformer Engine when installed."
     )
+    attention_backend: str = flag(
+        "auto",
+        choices=("auto", "flash_attn_4", "builtin"),
+        help="auto: flash-attn-4 on Hopper and Blackwell GPUs, where it is installed; builtin: Transformer Engine's, "
+        "or torch's varlen_attn in local layers.",
+    )
     use_distributed_optimizer: bool = flag(True, help="Shard optimizer state over data-parallel ranks.")
     recompute_granularity: str | None = flag(None, choices=("full", "selective"), help="Activation recomputation.")
     recompute_method: str | None = flag(None, choices=("uniform", "block"), help="How layers are chosen for it.")
@@ -437,4 +446,8 @@ class DebugArgs:
 
     debug_train_only: bool = flag(False, help="Start no engines (SFT).")
     debug_rollout_only: bool = flag(False, help="Generate and score, never train.")
+    check_weight_update_equal: bool = flag(
+        False,
+        help="After every weight update compare each tensor's checksum in trainer and engines; stop if one differs.",
+    )
     dry_run: bool = flag(False, help="Print the resolved configuration and stop.")

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.lora_spec import TARGET_MODULES
@@ -460,6 +461,10 @@ def _check_precision(config: Config) -> None:
             config.transformer_impl != "transformer_engine",
             "--transformer-impl transformer_engine needs GPUs; on the CPU use local",
         )
+        _require(
+            config.attention_backend != "flash_attn_4",
+            "--attention-backend flash_attn_4 needs GPUs; on the CPU use auto",
+        )
     for flag, value in (
         ("--attention-dropout", config.attention_dropout),
         ("--hidden-dropout", config.hidden_dropout),
@@ -510,16 +515,50 @@ def _check_engines(config: Config) -> None:
             "training GPUs they share",
         )
         _require(
+            config.actor_num_nodes == 1 or config.actor_num_gpus_per_node % per_engine == 0,
+            f"--colocate: an engine of --rollout-num-gpus-per-engine {per_engine} would span hosts of "
+            f"--actor-num-gpus-per-node {config.actor_num_gpus_per_node}; use a size that divides it",
+        )
+        _require(
             transport != "broadcast" or not config.on_cuda,
             "--update-weight-transport broadcast cannot join two processes of one GPU; with --colocate use ipc or disk",
         )
     else:
         _require(transport != "ipc", "--update-weight-transport ipc needs --colocate; engines elsewhere take broadcast")
+    _require(
+        config.update_weight_disk_dir is None or transport == "disk",
+        f"--update-weight-disk-dir has no effect on --update-weight-transport {transport}; add "
+        "--update-weight-transport disk or drop it",
+    )
+    _check_external_engines(config)
+    _require(
+        not config.check_weight_update_equal or not (config.rollout_external_urls or config.num_experts),
+        "--check-weight-update-equal reads the weights of dense models in engines that the run starts; drop it with "
+        "--rollout-external-urls or experts",
+    )
     size = config.update_weight_buffer_size
     _require(size >= 1, f"--update-weight-buffer-size must be at least 1 byte, got {size}")
     fraction = config.sglang_mem_fraction_static
     _require(
         fraction is None or 0 < fraction < 1, f"--sglang-mem-fraction-static must be between 0 and 1, got {fraction}"
+    )
+
+
+def _check_external_engines(config: Config) -> None:
+    urls = config.rollout_external_urls
+    for url in urls:
+        _require(
+            url.startswith(("http://", "https://")) and bool(urlsplit(url).hostname),
+            f"--rollout-external-urls takes addresses like http://HOST:PORT, got {url}",
+        )
+    _require(len(set(urls)) == len(urls), f"--rollout-external-urls names a server twice: {' '.join(urls)}")
+    _require(
+        not config.engines_elsewhere
+        or config.debug_rollout_only
+        or config.weight_transport != "disk"
+        or config.update_weight_disk_dir is not None,
+        "--update-weight-transport disk: servers on other hosts cannot read this one's memory; add "
+        "--update-weight-disk-dir with a folder that they see under the same path",
     )
 
 

@@ -57,6 +57,23 @@ class EngineAdmin:
         """The version that the server reports with every completion."""
         return str(json.loads(self._request("/model_info", None))["weight_version"])
 
+    def tensor_parallel_size(self) -> int:
+        """Workers of the server, each with its part of every weight."""
+        return int(json.loads(self._request("/server_info", None))["tp_size"])
+
+    def memory(self) -> dict[str, float]:
+        """GiB of one worker's weights, KV cache and CUDA graphs, and the cache's tokens; as they were at the start.
+
+        Empty where a server does not say.
+        """
+        states = json.loads(self._request("/server_info", None)).get("internal_states")
+        usage = states[0].get("memory_usage") if states else None
+        if usage is None:
+            return {}
+        names = {"weights_gib": "weight", "kv_cache_gib": "kvcache", "graphs_gib": "graph"}
+        figures = {name: float(usage[key]) for name, key in names.items()}
+        return figures | {"kv_cache_tokens": float(usage["token_capacity"])}
+
     def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Stop generating. New requests wait until `resume`.
 
@@ -157,13 +174,14 @@ class EngineAdmin:
     def weight_checksums(self) -> dict[str, str]:
         """{Hugging Face name: SHA-256 hex} of the weights the engine holds now; see `engine.checksum`.
 
-        For engines of one device (no tensor parallelism) that share this host's file system for temporary
-        files, started by `EngineProcess`, which registers the function that computes them.
+        For engines that share this host's file system for temporary files, started by `EngineProcess`, which registers
+        the function that computes them.
         """
+        workers = self.tensor_parallel_size()
         with tempfile.TemporaryDirectory(prefix="slime-retool-checksums-") as folder:
             path = Path(folder) / "checksums.json"
             payload = base64.b64encode(pickle.dumps([(str(path), _EmptyTensor())])).decode()
-            self.update_weights_from_tensor([payload], load_format=REPORT_LOADER)
+            self.update_weights_from_tensor([payload] * workers, load_format=REPORT_LOADER)
             answer = json.loads(path.read_text())
         if "error" in answer:
             raise WeightUpdateError(f"{self.url} could not compute checksums: {answer['error']}")

@@ -146,7 +146,7 @@ def _context_length(wanted: int, model_path: str) -> int:
     return wanted + SPARE_CONTEXT if positions is None or scaled else min(wanted + SPARE_CONTEXT, positions)
 
 
-def server_environment(config: Config, devices: Sequence[int] | None) -> dict[str, str]:
+def server_environment(config: Config, devices: Sequence[int | str] | None) -> dict[str, str]:
     """The server's whole environment: this process's, with the device settled."""
     environment = dict(os.environ)
     # Schedulers import engine.checksum, also when the package is not installed but run from its folder.
@@ -185,10 +185,10 @@ class EngineProcess(Server):
         *,
         model_path: str | None = None,
         rank: int = 0,
-        devices: Sequence[int] | None = None,
+        devices: Sequence[int | str] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """Start engine number `rank` on GPUs `devices` (CUDA ordinals; None: those that this process sees).
+        """Start engine number `rank` on GPUs `devices`, as CUDA_VISIBLE_DEVICES names them (None: this process's).
 
         `model_path` defaults to --hf-checkpoint. Raises ConfigError for flags that cannot work, ServerError (with
         the log's end) when the server dies or is not healthy within --sglang-startup-timeout.

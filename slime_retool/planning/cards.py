@@ -1,7 +1,12 @@
-"""The GPUs a plan can be made for. Figures are the vendors' datasheets', memory is what the driver shows."""
+"""The GPUs a plan can be made for, and what of their peaks a training step reaches.
+
+Figures of cards are the vendors' datasheets' (NVIDIA A100, H100 SXM, H200, DGX B200), memory is what the driver shows.
+Every share below is used by `timing.py`; each says where it is from.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 MIB = 2**20
@@ -20,9 +25,9 @@ class Card:
     nvlink: float
     """To the other GPUs of the host, bytes per second in one direction."""
     network: float
-    """To other hosts, bytes per second and GPU."""
+    """To other hosts, bytes per second and GPU: one 200 Gbit/s (A100) or 400 Gbit/s adapter for each."""
     host_link: float
-    """Pinned host memory to the device, bytes per second in one direction."""
+    """Page-locked host memory to the device, bytes per second in one direction: PCIe 4 (A100) or 5, x16."""
 
 
 CARDS = {
@@ -31,3 +36,41 @@ CARDS = {
     "h200": Card("H200 141GB SXM", 143_771 * MIB, 989e12, 4.8e12, 450e9, 50e9, 45e9),
     "b200": Card("B200 180GB SXM", 183_359 * MIB, 2250e12, 7.7e12, 900e9, 50e9, 55e9),
 }
+OTHER_VARIANTS = ("PCIE", "NVL", "MIG")
+"""Slower cards, and parts of cards, with the name of one above."""
+
+
+def card_of_device(name: str) -> Card | None:
+    """The card with this name in CUDA ("NVIDIA H100 80GB HBM3"); None for one that is not in the table."""
+    words = re.split(r"[ -]", name.upper())
+    if any(variant in words for variant in OTHER_VARIANTS):
+        return None
+    return next((card for key, card in CARDS.items() if key.upper() in words), None)
+
+
+GEMM_SHARE = 0.68
+"""Of the peak, large bf16 matrix products of real values: fitted to the train steps of docs/performance.md. The
+card's own matrix rate there, about 790 of 989 TFLOP/s, is that of long runs of one product."""
+EXPERT_GEMM_SHARE = 0.5
+"""The same of grouped products over many experts. An assumption: not measured here."""
+ATTENTION_FORWARD_SHARE, ATTENTION_BACKWARD_SHARE = 0.50, 0.36
+"""Of the peak, fused causal attention over packed sequences, counting half of the square. FlashAttention-3
+(https://arxiv.org/abs/2407.08608, figures 5 and 6) reaches 0.4 to 0.65 forward and 0.35 to 0.55 backward at 1k to
+8k."""
+LOCAL_SHARE = 0.7
+"""Of the rate with Transformer Engine, layers without it: fitted to the 0.6B row of docs/performance.md."""
+BANDWIDTH_SHARE = 0.8
+"""Of the datasheet's device-memory bandwidth that long copies and elementwise kernels reach (a usual STREAM figure)."""
+LINK_SHARE = 0.7
+"""Of NVLink's and the network's rate that large collectives reach: nccl-tests shows 320 to 370 of 450 GB/s."""
+HOST_ADAM_BANDWIDTH = 25e9
+"""Bytes per second and GPU of an optimizer on the host: half of about 400 GB/s of two sockets, for 8 GPUs. An
+assumption."""
+PIPELINE_SEND_SECONDS = 0.2e-3
+"""Fixed time of passing one micro-batch to the next stage: shapes go first (variable lengths), each with a wait."""
+STEP_SECONDS = 20e-3
+"""Fixed time of an optimizer step: packing on the host, gradient norm, metrics read back."""
+DECODE_STEP_SECONDS, DECODE_LAYER_SECONDS = 3.0e-3, 0.06e-3
+"""Scheduling of one decoding step, and its kernels' fixed time per layer: fitted to SGLang on one H200."""
+SYNC_SECONDS = 0.05
+"""Fixed time of a weight update: requests to the engines (docs/performance.md)."""

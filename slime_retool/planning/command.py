@@ -11,7 +11,9 @@ from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs, check_model
 from slime_retool.config.config import Config, build_parser, config_from_namespace
 from slime_retool.planning.cards import CARDS
-from slime_retool.planning.report import as_dict, as_text, changes_that_fit, make_plan
+from slime_retool.planning.changes import changes_that_fit
+from slime_retool.planning.plan import make_plan
+from slime_retool.planning.report import as_dict, as_text
 
 PROG = "slime-retool plan"
 

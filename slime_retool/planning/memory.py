@@ -1,18 +1,16 @@
-"""Device memory of the trainer and of an engine, part by part, in bytes.
+"""Device and host memory of the trainer and of an engine, part by part, in bytes.
 
-Activations are what Transformer Engine's modules keep for the backward pass, in bf16. Per token and layer, with
-h = hidden size, q and k = widths of all query and of all key heads, f = width of the MLP (Megatron's notation, see
-https://arxiv.org/abs/2205.05198 for the method; the counts here are for gated MLPs and fused attention):
+What a rank of the trainer holds, for each parameter of its shard (mixed precision as in
+https://arxiv.org/abs/1910.02054, section 3.1):
 
-    norms       4 h            inputs and outputs of both             split by TP only with sequence parallelism
-    attention   q + 2 k        the projection                         split by TP
-                q + k          rotated queries and keys
-                q              the output
-    MLP         3 f            the gated product's inputs and its output
-    experts     k (3 e + 2 h)  instead, for k experts per token of width e: the same, and what goes to them and back
-    softmax     2 * heads      log-sums, fp32
+    weights     2           bf16
+    gradients   4           one fp32 buffer that all micro-batches add to (2 without accumulation in fp32)
+    optimizer   4 + 4 + 4   main weights and Adam's moments, fp32; of the main weights only the 16 bits that bf16 lacks
+                            with the precision-aware optimizer. Divided over data x context parallel ranks (for
+                            experts, over the ranks that hold the same ones); less what is offloaded to the host
 
-With full recomputation only each chunk's input stays, and one chunk at a time is computed again.
+With LoRA frozen parameters have weights only. Activations are those of `activations.py` for each micro-batch in flight:
+under 1F1B, stage s of p has p - s of them (https://arxiv.org/abs/2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -21,6 +19,15 @@ from dataclasses import dataclass
 
 from megatron_bridge.model_config import ModelArgs, padded_vocab_size, query_groups, required
 from slime_retool.config import Config
+from slime_retool.planning.activations import (
+    BF16,
+    FP32,
+    element_bytes,
+    layer_backward_bytes,
+    layer_input_bytes,
+    splits_sequence,
+    stage_activation_bytes,
+)
 from slime_retool.planning.cards import Card
 from slime_retool.planning.parameters import (
     adapter_parameters,
@@ -29,31 +36,43 @@ from slime_retool.planning.parameters import (
     stage_parameters,
     widths,
 )
+from slime_retool.planning.workload import Workload
 
 GIB = 2**30
-BF16, FP32 = 2, 4
 RUNTIME_BYTES = int(2.0 * GIB)
-"""CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest."""
+"""CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest: outside of what torch counts."""
 ENGINE_RUNTIME_BYTES = int(3.0 * GIB)
-"""The same of an SGLang worker, with its CUDA graphs."""
-LOGIT_CHUNK = 1024
-"""Positions whose logits exist at a time (`algo.log_probs`)."""
+"""The same of an SGLang worker, with its CUDA graphs. It stays when the engine gives back weights and cache."""
+LOGIT_CHUNK_BYTES = 2**30
+"""Size of one chunk's logits in fp32 (`algo.log_probs.CHUNK_BYTES`)."""
+MEM_FRACTION = 0.85
+"""What is assumed of SGLang's own choice where --sglang-mem-fraction-static is not given."""
 
 
 @dataclass(slots=True)
 class TrainerMemory:
-    """One rank's bytes, at the moment of the most."""
+    """One rank's bytes on its device, at the moment of the most."""
 
     weights: int
     gradients: int
     optimizer: int
+    critic: int
+    """Weights, gradients and optimizer of a critic in the same processes."""
     activations: int
     logits: int
+    """What a chunk of logits takes in the backward pass, beyond what a layer's backward takes anyway."""
+    host_optimizer: int = 0
+    """Optimizer state in host memory, not part of the total."""
     runtime: int = RUNTIME_BYTES
 
     @property
+    def allocated(self) -> int:
+        """What torch counts: everything but the runtime."""
+        return self.weights + self.gradients + self.optimizer + self.critic + self.activations + self.logits
+
+    @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.runtime
+        return self.allocated + self.runtime
 
 
 @dataclass(slots=True)
@@ -71,87 +90,104 @@ class EngineMemory:
         return self.weights + self.kv_cache + self.runtime
 
 
-def micro_batch_tokens(config: Config, mean_tokens: int) -> int:
-    """Tokens of one micro-batch on one context-parallel rank."""
+def fullest_micro_batch(config: Config, workload: Workload) -> float:
+    """Most tokens of one micro-batch on one context-parallel rank: a sample longer than the limit goes alone."""
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is not None:
-        return config.max_tokens_per_gpu
-    return -(-config.micro_batch_size * mean_tokens // config.context_parallel_size)
+        return max(config.max_tokens_per_gpu, workload.longest / config.context_parallel_size)
+    return config.micro_batch_size * workload.longest / config.context_parallel_size
 
 
-def layer_activation_bytes(model: ModelArgs, *, tp: int, sequence_parallel: bool) -> int:
-    """Of one token in one layer on one rank, without recomputation."""
-    w = widths(model)
-    whole = 4 * w.hidden
-    if sequence_parallel:
-        whole //= tp
-    mlp = 3 * w.ffn
-    if model.num_experts is not None:
-        mlp = required(model, "moe_router_topk") * (3 * required(model, "moe_ffn_hidden_size") + 2 * w.hidden)
-    split = (w.queries + 2 * w.keys) + (w.queries + w.keys) + w.queries + mlp
-    return BF16 * (whole + split // tp) + 2 * FP32 * w.heads // tp
+def micro_batches(config: Config, workload: Workload) -> int:
+    """Of one optimizer step on one data-parallel rank."""
+    samples = (config.global_batch_size or workload.samples) / config.data_parallel_size
+    if not config.use_dynamic_batch_size or config.max_tokens_per_gpu is None:
+        return max(1, -(-int(samples) // config.micro_batch_size))
+    full = fullest_micro_batch(config, workload) * config.context_parallel_size
+    return max(1, -int(-samples * workload.mean // full))
 
 
-def trainer_memory(config: Config, mean_tokens: int) -> TrainerMemory:
-    """Of the fullest rank. `mean_tokens`: of a sample, prompt included."""
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    layers = stage_layers(
+def layers_of_stages(config: Config) -> list[int]:
+    return stage_layers(
         required(config, "num_layers"),
-        pp,
+        config.pipeline_model_parallel_size,
         config.decoder_first_pipeline_num_layers,
         config.decoder_last_pipeline_num_layers,
     )
-    stages = [_stage_memory(config, mean_tokens, stage, layers[stage], tp, pp) for stage in range(pp)]
+
+
+def trainer_memory(config: Config, workload: Workload) -> TrainerMemory:
+    """Of the fullest rank."""
+    stages = [stage_memory(config, workload, stage) for stage in range(config.pipeline_model_parallel_size)]
     return max(stages, key=lambda memory: memory.total)
 
 
-def _stage_memory(config: Config, mean_tokens: int, stage: int, layers: int, tp: int, pp: int) -> TrainerMemory:
+def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemory:
+    """Of a rank of one pipeline stage."""
+    pp, layers = config.pipeline_model_parallel_size, layers_of_stages(config)[stage]
+    tokens = fullest_micro_batch(config, workload)
+    in_flight = min(pp - stage, micro_batches(config, workload))
+    kept, remade = stage_activation_bytes(config, layers)
+    # The embedding's (or the former stage's) output, and behind the last layer the final norm's input and output.
+    ends = layer_input_bytes(config) * (1 + 2 * (stage == pp - 1))
+    backward = tokens * (remade + layer_backward_bytes(config))
+    logits = _logits_bytes(config, tokens, workload.learned) if stage == pp - 1 else 0.0
+    weights, gradients, optimizer = _state_bytes(config, stage, layers)
+    on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
+    return TrainerMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer - on_host,
+        host_optimizer=on_host,
+        critic=_critic_bytes(config, stage, layers),
+        activations=int(in_flight * tokens * (kept + ends) + backward),
+        logits=int(max(0.0, logits - backward)),
+    )
+
+
+def _state_bytes(config: Config, stage: int, layers: int) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer) of a rank."""
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
     parameters = stage_parameters(config, stage=stage, layers=layers, tp=tp, pp=pp, ep=ep, etp=etp)
     experts = all_expert_parameters(config) * layers // required(config, "num_layers") // (ep * etp)
-    bf16 = config.precision != "fp32"
-    gradient = FP32 if config.accumulate_allreduce_grads_in_fp32 or not bf16 else BF16
     trained = parameters
     if config.lora is not None:
         trained, experts = layers * adapter_parameters(config, config.lora, tp), 0
         parameters += trained
-    # Adam's two moments and, beside bf16 weights, the fp32 master copy.
+    bf16 = config.precision != "fp32"
+    gradient = FP32 if config.accumulate_allreduce_grads_in_fp32 or not bf16 else BF16
     stated = trained
     if config.use_distributed_optimizer:
         stated = (trained - experts) // (config.data_parallel_size * config.context_parallel_size)
         stated += experts // max(1, config.world_size // (ep * etp * pp))
-    state = stated * FP32 * (3 if bf16 else 2)
-    tokens = micro_batch_tokens(config, mean_tokens)
-    hidden = required(config, "hidden_size")
-    return TrainerMemory(
-        weights=parameters * (BF16 if bf16 else FP32),
-        gradients=trained * gradient,
-        optimizer=state,
-        activations=tokens * _activation_bytes(config, layers, tp) * min(pp - stage, micro_batches(config, mean_tokens))
-        + 2 * tokens * hidden * BF16,
-        # fp32 copies of a chunk's logits: themselves, their exponentials, their gradient.
-        logits=3 * FP32 * min(tokens, LOGIT_CHUNK) * padded_vocab_size(config, tp) // tp if stage == pp - 1 else 0,
-    )
+    main = (2 if config.use_precision_aware_optimizer else FP32) if bf16 else 0
+    return parameters * element_bytes(config), trained * gradient, stated * (2 * FP32 + main)
 
 
-def _activation_bytes(config: Config, layers: int, tp: int) -> int:
-    """Of one token in all layers of a stage."""
-    split = config.sequence_parallel and tp > 1
-    full = layer_activation_bytes(config, tp=tp, sequence_parallel=split)
-    boundary = BF16 * required(config, "hidden_size") // (tp if split else 1)
-    if config.recompute_granularity != "full":
-        return layers * full
-    chunk = config.recompute_num_layers or 1
-    if config.recompute_method == "block":
-        recomputed = min(chunk, layers)
-        return (layers - recomputed) * full + recomputed * boundary + full
-    return -(-layers // chunk) * boundary + chunk * full
+def _critic_bytes(config: Config, stage: int, layers: int) -> int:
+    """A model like the actor, without adapters and with one value per token in place of the output layer."""
+    if not config.uses_critic or config.critic_apart:
+        return 0
+    values = Config(**{**config.__dict__, "lora_rank": None, "untie_embeddings_and_output_weights": True})
+    whole = sum(_state_bytes(values, stage, layers))
+    if stage < config.pipeline_model_parallel_size - 1:
+        return whole
+    matrix = padded_vocab_size(config, config.tensor_model_parallel_size) // config.tensor_model_parallel_size
+    parameters = matrix * required(config, "hidden_size")
+    shards = config.data_parallel_size * config.context_parallel_size if config.use_distributed_optimizer else 1
+    return whole - parameters * (element_bytes(config) + FP32 + 3 * FP32 // shards)
 
 
-def micro_batches(config: Config, mean_tokens: int) -> int:
-    """Of one optimizer step on one data-parallel rank."""
-    samples = config.global_batch_size or config.samples_per_rollout
-    tokens = samples * mean_tokens / config.data_parallel_size
-    return max(1, round(tokens / (micro_batch_tokens(config, mean_tokens) * config.context_parallel_size)))
+def _logits_bytes(config: Config, tokens: float, learned: float) -> float:
+    """Of `algo.log_probs` in its backward: a chunk's logits and their gradient, hidden states in four versions (the
+    learned rows, masked, their gradient, that of all rows), or, once the chunks are gone, zeros for the weight."""
+    tp, width = config.tensor_model_parallel_size, element_bytes(config)
+    columns, hidden = padded_vocab_size(config, tp) // tp, required(config, "hidden_size")
+    rows = min(tokens * learned, LOGIT_CHUNK_BYTES / (FP32 * columns))
+    chunk = rows * columns * (FP32 + (width if width != FP32 else 0))
+    gathered = tokens * hidden * width if splits_sequence(config) else 0.0
+    zeros = 0 if config.lora is not None else columns * hidden * width
+    return max(chunk, zeros) + tokens * hidden * width * (3 * learned + 1) + gathered
 
 
 def kv_bytes_per_token(model: ModelArgs) -> int:
@@ -162,7 +198,7 @@ def kv_bytes_per_token(model: ModelArgs) -> int:
 def engine_memory(config: Config, card: Card) -> EngineMemory:
     """SGLang takes --sglang-mem-fraction-static of the card for weights and cache."""
     workers = config.rollout_num_gpus_per_engine
-    fraction = config.sglang_mem_fraction_static or 0.85
+    fraction = config.sglang_mem_fraction_static or MEM_FRACTION
     weights = BF16 * stage_parameters(
         config, stage=0, layers=required(config, "num_layers"), tp=workers, pp=1, etp=workers
     )
@@ -170,3 +206,19 @@ def engine_memory(config: Config, card: Card) -> EngineMemory:
     copies = max(1, workers // query_groups(config))  # fewer key heads than workers are copied
     tokens = cache * workers // copies // kv_bytes_per_token(config)
     return EngineMemory(weights=weights, kv_cache=cache, runtime=ENGINE_RUNTIME_BYTES, kv_tokens=tokens)
+
+
+def host_memory(config: Config, trainer: TrainerMemory) -> int:
+    """Page-locked bytes of one host: the reference model, the policy's weights while the reference is in their place,
+    what leaves the device while engines generate, and the optimizer state that --optimizer-cpu-offload keeps there."""
+    held = trainer.host_optimizer
+    if config.offloads_train:
+        held += trainer.weights + trainer.optimizer + trainer.critic
+    if needs_reference(config) and config.lora is None:
+        held += 2 * trainer.weights
+    return held * config.actor_num_gpus_per_node
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether log-probs of the reference model are made (`trainer.actor.Actor.needs_reference`)."""
+    return config.loss_type == "policy_loss" and (config.use_kl_loss or config.kl_coef != 0)

@@ -78,10 +78,12 @@ def total_parameters(model: ModelArgs) -> int:
     return _layers_parameters(model, model.num_experts or 0) + vocabulary + required(model, "hidden_size")
 
 
-def active_matmul_parameters(model: ModelArgs) -> int:
-    """Parameters that a token is multiplied with: all layers (of experts, those it is sent to) and the output layer."""
-    output = required(model, "vocab_size") * required(model, "hidden_size")
-    return _layers_parameters(model, model.moe_router_topk or 0) + output
+def active_parameters(model: ModelArgs) -> int:
+    """Of the checkpoint, with only those experts that one token is sent to."""
+    if model.num_experts is None:
+        return total_parameters(model)
+    idle = model.num_experts - required(model, "moe_router_topk")
+    return total_parameters(model) - sum(moe_layers(model)) * idle * expert_parameters(model)
 
 
 def stage_layers(num_layers: int, pp: int, first: int | None = None, last: int | None = None) -> list[int]:

@@ -1,126 +1,260 @@
-"""Seconds of one rollout's phases, from operation and byte counts and a few measured efficiencies.
+"""Seconds of one rollout's phases, from operation and byte counts and the shares of `cards.py`.
 
-Training executes, per token, 6 operations for each parameter it is multiplied with, and for causal attention over a
-sequence of s tokens 6 * layers * q * s (q = width of all query heads); a forward pass is a third of both, full
-recomputation one forward more. What a card reaches of its peak depends on the width of its matrices:
+A training step is the sum of parts that do not overlap; per token, layer and rank, h, q, k, f, n, e as in
+`activations.py`:
 
-    efficiency(width) = E * width / (width + W)        width = hidden size, divided by sqrt(tp) under tensor parallelism
+    matrices    2 operations per parameter in forward, 4 in backward (2 for frozen weights: no weight gradient), and
+                the bytes of their operands: (inputs + outputs) each time
+    attention   2 q s operations in forward (half of the square; s = length of the sequence), 4 q s in backward
+    elementwise 10 h + 2 (q + 2 k) + 3 f elements read or written in forward, 12 h + 3 (q + 2 k) + 5 f in backward:
+                norms and residuals, `megatron_bridge.fused` for heads and SwiGLU
+    logits      for learned tokens only: 2 operations per parameter in forward, 6 in backward (made again), and 22
+                bytes per column of chunks written and read in fp32 and bf16
+    TP          4 times the residual's (tp - 1) / tp in forward, 6 in backward with sequence parallelism (inputs are
+                gathered again), 4 without
+    CP          keys and values of all other ranks in forward; in backward those and their gradients
+    EP          each token to its experts and back, in forward and in backward
+    PP          1F1B: one micro-batch through all stages, then the slowest stage for each other micro-batch
+                (https://arxiv.org/abs/2104.04473, section 2.2: a bubble of (p - 1) / m where stages are equal)
 
-with E and W fitted to measurements of 0.6B, 1.7B and 4B shapes on an H200 (docs/performance.md).
-
-Generation reads all weights and the cached keys and values for each token of a batch, and pays a fixed time per step.
+Full recomputation is one more forward of the layers. Then once per step: reduce-scatter of gradients and all-gather of
+weights over data-parallel ranks, and Adam. A group that is wider than a host works at the network's rate.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from megatron_bridge.model_config import ModelArgs, required
+from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
 from slime_retool.config import Config
-from slime_retool.planning.cards import Card
-from slime_retool.planning.memory import BF16, FP32, engine_memory, kv_bytes_per_token, micro_batches
-from slime_retool.planning.parameters import active_matmul_parameters, all_expert_parameters, total_parameters, widths
-
-EFFICIENCY, EFFICIENCY_WIDTH = 0.69, 750.0
-BANDWIDTH_SHARE = 0.8
-"""Of the datasheet's device-memory bandwidth that long copies reach."""
-LINK_SHARE = 0.6
-"""Of NVLink's and the network's rate that collectives reach."""
-DECODE_STEP_SECONDS, DECODE_LAYER_SECONDS = 3.0e-3, 0.06e-3
-"""Scheduling of one decoding step, and its kernels' fixed time per layer."""
-LONGEST_TO_MEAN = 2.0
-"""The longest response of a batch over the mean one: the engine runs half empty until it ends."""
+from slime_retool.planning.activations import BF16, FP32, expert_imbalance, mean_over_layers, splits_sequence
+from slime_retool.planning.cards import (
+    ATTENTION_BACKWARD_SHARE,
+    ATTENTION_FORWARD_SHARE,
+    BANDWIDTH_SHARE,
+    EXPERT_GEMM_SHARE,
+    GEMM_SHARE,
+    HOST_ADAM_BANDWIDTH,
+    LINK_SHARE,
+    LOCAL_SHARE,
+    PIPELINE_SEND_SECONDS,
+    STEP_SECONDS,
+    Card,
+)
+from slime_retool.planning.memory import layers_of_stages, micro_batches
+from slime_retool.planning.parameters import (
+    adapter_parameters,
+    all_expert_parameters,
+    stage_parameters,
+    widths,
+)
+from slime_retool.planning.workload import Workload
 
 
 @dataclass(slots=True)
-class StepTime:
-    """Seconds of each phase of one rollout."""
+class Pass:
+    """Seconds of one micro-batch's forward and backward."""
 
-    generate: float
-    log_probs: float
-    train: float
-    sync: float
-    offload: float
+    forward: float = 0.0
+    backward: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return self.generate + self.log_probs + self.train + self.sync + self.offload
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.forward + other.forward, self.backward + other.backward)
 
-
-def efficiency(model: ModelArgs, tp: int = 1) -> float:
-    width = required(model, "hidden_size") / math.sqrt(tp)
-    return EFFICIENCY * width / (width + EFFICIENCY_WIDTH)
+    def times(self, count: float) -> Pass:
+        return Pass(self.forward * count, self.backward * count)
 
 
-def forward_flops(model: ModelArgs, mean_tokens: float) -> float:
-    """Of one token of a sequence of `mean_tokens`."""
-    attention = 2 * required(model, "num_layers") * widths(model).queries * mean_tokens
-    return 2.0 * active_matmul_parameters(model) + attention
+def train_seconds(config: Config, card: Card, workload: Workload, *, logits: bool = True) -> float:
+    """All optimizer steps of one rollout, of the actor or (without logits) of a critic like it."""
+    count = micro_batches(config, workload)
+    stages = stage_passes(config, card, workload, count, logits=logits)
+    each = [stage.forward + stage.backward for stage in stages]
+    step = sum(each) + (count - 1) * max(each)
+    step += _reduce_seconds(config, card, stages[-1].backward) + _adam_seconds(config, card) + STEP_SECONDS
+    return config_steps(config, workload) * step
 
 
-def step_time(config: Config, card: Card, *, mean_prompt: int, mean_response: int) -> StepTime:
-    """One rollout and its training. Means are tokens of one sample."""
-    mean = mean_prompt + mean_response
-    tokens = config.samples_per_rollout * mean
-    forward = _forward_seconds(config, card, tokens, mean)
-    recompute = 1.0 if config.recompute_granularity == "full" else 0.0
-    passes = float(config.steps_per_rollout > 1 and not config.use_rollout_logprobs) + float(config.use_kl_loss)
-    steps = config.steps_per_rollout
-    return StepTime(
-        generate=_generate_seconds(config, card, mean_prompt, mean_response) if config.num_engines else 0.0,
-        log_probs=passes * forward,
-        train=(3.0 + recompute) * forward + steps * _optimizer_seconds(config, card),
-        sync=_sync_seconds(config, card),
-        offload=0.0,
+def forward_seconds(config: Config, card: Card, workload: Workload, *, logits: bool = True) -> float:
+    """One pass over the rollout's samples without a backward."""
+    count = micro_batches(config, workload)
+    each = [stage.forward for stage in stage_passes(config, card, workload, count, logits=logits)]
+    return config_steps(config, workload) * (sum(each) + (count - 1) * max(each))
+
+
+def config_steps(config: Config, workload: Workload) -> float:
+    """Optimizer steps of a rollout."""
+    return 1.0 if config.global_batch_size is None else workload.samples / config.global_batch_size
+
+
+def stage_passes(config: Config, card: Card, workload: Workload, count: int, *, logits: bool = True) -> list[Pass]:
+    """A mean micro-batch in each pipeline stage, one of `count` in a step."""
+    pp = config.pipeline_model_parallel_size
+    per_step = workload.tokens / config_steps(config, workload)
+    tokens = per_step / (count * config.data_parallel_size * config.context_parallel_size)
+    layer = layer_pass(config, card, workload.attended).times(tokens)
+    if config.recompute_granularity == "full":
+        share = 1.0
+        if config.recompute_method == "block":
+            share = min(1.0, (config.recompute_num_layers or 1) * pp / required(config, "num_layers"))
+        layer.backward += share * layer.forward
+    stages = [layer.times(layers) for layers in layers_of_stages(config)]
+    if logits:
+        stages[-1] += output_pass(config, card).times(tokens * workload.learned)
+    if pp > 1:
+        sent = tokens * BF16 * required(config, "hidden_size") / (_sequence_split(config))
+        send = PIPELINE_SEND_SECONDS + sent / (_link(config, card, config.world_size) * LINK_SHARE)
+        stages = [stage + Pass(send, send) for stage in stages]
+    return stages
+
+
+def layer_pass(config: Config, card: Card, attended: float) -> Pass:
+    """One token of this rank's micro-batch in a mean layer."""
+    w, tp, frozen = widths(config), config.tensor_model_parallel_size, config.lora is not None
+    attention = _matrices(card, [(w.hidden, (w.queries + 2 * w.keys) / tp), (w.queries / tp, w.hidden)], frozen=frozen)
+    dense = _matrices(card, [(w.hidden, 2 * w.ffn / tp), (w.ffn / tp, w.hidden)], frozen=frozen)
+    mixture = _experts(config, card, frozen=frozen) if any(moe_layers(config)) else Pass()
+    mlp = Pass(
+        mean_over_layers(config, dense.forward, mixture.forward),
+        mean_over_layers(config, dense.backward, mixture.backward),
+    )
+    scores = 2 * w.queries / tp * attended / card.peak_flops
+    core = Pass(scores / ATTENTION_FORWARD_SHARE, 2 * scores / ATTENTION_BACKWARD_SHARE)
+    total = attention + mlp + core + _elementwise(config, card)
+    if config.transformer_impl == "local":
+        total = total.times(1 / LOCAL_SHARE)
+    total += _layer_traffic(config, card)
+    if config.lora is not None:
+        total += _adapters(config, card)
+    return total
+
+
+def _matrices(card: Card, shapes: list[tuple[float, float]], *, frozen: bool, share: float = GEMM_SHARE) -> Pass:
+    """Products with matrices of these inputs and outputs, for one token."""
+    operations = sum(2 * inputs * outputs for inputs, outputs in shapes) / (card.peak_flops * share)
+    moved = sum(BF16 * (inputs + outputs) for inputs, outputs in shapes) / (card.bandwidth * BANDWIDTH_SHARE)
+    return Pass(operations + moved, (1 if frozen else 2) * (operations + moved))
+
+
+def _experts(config: Config, card: Card, *, frozen: bool) -> Pass:
+    """The experts of one token of this rank, and the way to them and back."""
+    h, e = required(config, "hidden_size"), required(config, "moe_ffn_hidden_size")
+    tp, ep, etp = (
+        config.tensor_model_parallel_size,
+        config.expert_model_parallel_size,
+        config.expert_tensor_parallel_size,
+    )
+    routed = required(config, "moe_router_topk") * expert_imbalance(config)
+    products = _matrices(card, [(h, 2 * e), (e, h)], frozen=frozen, share=EXPERT_GEMM_SHARE).times(routed / tp)
+    # Permuting and un-permuting read and write each copy of the token.
+    permuted = 4 * BF16 * routed * h / tp / (card.bandwidth * BANDWIDTH_SHARE)
+    link = _link(config, card, ep * etp) * LINK_SHARE
+    sent = 2 * BF16 * routed * h / tp * (ep * etp - 1) / (ep * etp) / link
+    return products + Pass(permuted + sent, permuted + sent)
+
+
+def _adapters(config: Config, card: Card) -> Pass:
+    """LoRA's own products: small in operations, but each reads and writes as much as the layer's."""
+    assert config.lora is not None
+    operations = 2 * adapter_parameters(config, config.lora, config.tensor_model_parallel_size)
+    w = widths(config)
+    moved = 3 * BF16 * (w.hidden * 4 + w.queries * 2 + 2 * w.keys + 3 * w.ffn) / config.tensor_model_parallel_size
+    once = operations / (card.peak_flops * GEMM_SHARE) + moved / (card.bandwidth * BANDWIDTH_SHARE)
+    return Pass(once, 2 * once)
+
+
+def _elementwise(config: Config, card: Card) -> Pass:
+    w, tp, split = widths(config), config.tensor_model_parallel_size, _sequence_split(config)
+    inner = w.ffn
+    if config.num_experts is not None:
+        routed = required(config, "moe_router_topk") * required(config, "moe_ffn_hidden_size")
+        inner = round(mean_over_layers(config, w.ffn, routed * expert_imbalance(config)))
+    rate = card.bandwidth * BANDWIDTH_SHARE / BF16
+    heads = (w.queries + 2 * w.keys) / tp
+    return Pass(
+        (10 * w.hidden / split + 2 * heads + 3 * inner / tp) / rate,
+        (12 * w.hidden / split + 3 * heads + 5 * inner / tp) / rate,
     )
 
 
-def _forward_seconds(config: Config, card: Card, tokens: float, mean: float) -> float:
-    """One forward over all samples, with the tensor-parallel traffic and the pipeline's bubble."""
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    per_gpu = tokens / config.world_size
-    compute = per_gpu * forward_flops(config, mean) / (card.peak_flops * efficiency(config, tp))
-    # Each layer gathers and reduces the residual stream twice.
-    local = tokens / (config.data_parallel_size * config.context_parallel_size)
-    traffic = 4 * local * required(config, "num_layers") / pp * required(config, "hidden_size") * BF16 * (tp - 1) / tp
-    communication = traffic / (card.nvlink * LINK_SHARE)
-    count = micro_batches(config, round(mean))
-    return (compute + communication) * (count + pp - 1) / count
+def _layer_traffic(config: Config, card: Card) -> Pass:
+    """Tensor- and context-parallel collectives of one token in one layer."""
+    w, tp, cp = widths(config), config.tensor_model_parallel_size, config.context_parallel_size
+    residual = BF16 * w.hidden * (tp - 1) / tp / (_link(config, card, tp) * LINK_SHARE)
+    tensor = Pass(4 * residual, (6 if splits_sequence(config) else 4) * residual)
+    keys = BF16 * 2 * w.keys / tp * (cp - 1) / (_link(config, card, tp * cp) * LINK_SHARE)
+    return tensor + Pass(keys, 2 * keys)
 
 
-def _optimizer_seconds(config: Config, card: Card) -> float:
-    """Reduce gradients, update, gather weights."""
-    pp, experts = config.pipeline_model_parallel_size, all_expert_parameters(config)
-    parameters = (total_parameters(config) - experts) / (config.tensor_model_parallel_size * pp)
-    parameters += experts / (config.expert_model_parallel_size * config.expert_tensor_parallel_size * pp)
+def output_pass(config: Config, card: Card) -> Pass:
+    """One learned token in the output layer and its softmax."""
+    tp = config.tensor_model_parallel_size
+    columns = padded_vocab_size(config, tp) / tp
+    product = 2 * required(config, "hidden_size") * columns / (card.peak_flops * GEMM_SHARE)
+    moved = columns / (card.bandwidth * BANDWIDTH_SHARE)
+    return Pass(product + 8 * moved, (2 if config.lora is not None else 3) * product + 14 * moved)
+
+
+def _reduce_seconds(config: Config, card: Card, last_backward: float) -> float:
+    """Gradients and weights over data-parallel ranks, as far as no computation hides them."""
     replicas = config.data_parallel_size * config.context_parallel_size
-    link = card.nvlink if config.actor_num_nodes == 1 else card.network
-    moved = parameters * (FP32 + BF16) * (replicas - 1) / replicas / (link * LINK_SHARE)
-    # Read gradient, master weight and both moments, write all but the gradient, zero the buffer.
-    updated = parameters / replicas * 8 * FP32 / (card.bandwidth * BANDWIDTH_SHARE)
-    return moved + updated
+    dense, experts = rank_parameters(config)
+    if config.lora is not None:
+        layers = max(layers_of_stages(config))
+        dense, experts = layers * adapter_parameters(config, config.lora, config.tensor_model_parallel_size), 0.0
+    link = _link(config, card, config.world_size // config.pipeline_model_parallel_size) * LINK_SHARE
+    moved = dense * (replicas - 1) / replicas
+    holders = expert_replicas(config)
+    moved += experts * (holders - 1) / holders
+    gradients = moved * (FP32 if config.accumulate_allreduce_grads_in_fp32 else BF16) / link
+    weights = moved * BF16 / link
+    if config.overlap_grad_reduce:
+        # Only the last micro-batch's backward has anything to hide, and the last bucket waits for its end.
+        gradients = max(0.1 * gradients, gradients - last_backward)
+    if config.overlap_param_gather:
+        weights = max(0.1 * weights, weights - last_backward / 2)
+    return gradients + weights
 
 
-def _generate_seconds(config: Config, card: Card, mean_prompt: int, mean_response: int) -> float:
-    workers = config.rollout_num_gpus_per_engine
-    memory = engine_memory(config, card)
-    requests = max(1.0, config.samples_per_rollout / config.num_engines)
-    context = mean_prompt + mean_response / 2
-    running = max(1.0, min(requests, config.sglang_server_concurrency, memory.kv_tokens / max(context, 1)))
-    read = memory.weights + running * context * kv_bytes_per_token(config) / workers
-    compute = running * forward_flops(config, context) / workers / (card.peak_flops * efficiency(config, workers))
-    fixed = DECODE_STEP_SECONDS + DECODE_LAYER_SECONDS * required(config, "num_layers")
-    step = fixed + max(read / (card.bandwidth * BANDWIDTH_SHARE), compute)
-    waves = requests / running
-    # Full waves at the full batch, then the last one until its longest response ends.
-    return step * mean_response * (waves - 1 + LONGEST_TO_MEAN)
+def _adam_seconds(config: Config, card: Card) -> float:
+    """Zero the gradients (4 bytes); of a shard: their norm (4), clip (8), Adam reads 16 and writes 12, bf16 weights 2.
+
+    On the host the 28 bytes are its memory's, and gradients go there and weights come back (6).
+    """
+    dense, experts = rank_parameters(config)
+    if config.lora is not None:
+        layers = max(layers_of_stages(config))
+        dense, experts = layers * adapter_parameters(config, config.lora, config.tensor_model_parallel_size), 0.0
+    shard = dense + experts
+    if config.use_distributed_optimizer:
+        shard = dense / (config.data_parallel_size * config.context_parallel_size) + experts / expert_replicas(config)
+    away = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+    on_device = 4 * (dense + experts) + 14 * shard + 28 * shard * (1 - away)
+    on_host = 28 * shard * away / HOST_ADAM_BANDWIDTH + 6 * shard * away / card.host_link
+    return on_device / (card.bandwidth * BANDWIDTH_SHARE) + on_host
 
 
-def _sync_seconds(config: Config, card: Card) -> float:
-    """All weights in bf16, gathered and handed over."""
-    if not config.num_engines:
-        return 0.0
-    size = total_parameters(config) * BF16
-    link = card.nvlink if config.actor_num_nodes == 1 else card.network
-    return 0.05 + size / (link * LINK_SHARE)
+def rank_parameters(config: Config) -> tuple[float, float]:
+    """(not experts, experts) on the first rank of the widest pipeline stage."""
+    pp, layers = config.pipeline_model_parallel_size, max(layers_of_stages(config))
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    whole = stage_parameters(
+        config, stage=0, layers=layers, tp=config.tensor_model_parallel_size, pp=pp, ep=ep, etp=etp
+    )
+    experts = all_expert_parameters(config) * layers / required(config, "num_layers") / (ep * etp)
+    return whole - experts, experts
+
+
+def expert_replicas(config: Config) -> int:
+    """Ranks that hold the same experts."""
+    shards = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    return max(1, config.world_size // (shards * config.pipeline_model_parallel_size))
+
+
+def _sequence_split(config: Config) -> int:
+    return config.tensor_model_parallel_size if splits_sequence(config) else 1
+
+
+def _link(config: Config, card: Card, extent: int) -> float:
+    """Bytes per second within a group whose ranks span `extent` consecutive GPUs."""
+    return card.nvlink if extent <= config.actor_num_gpus_per_node else card.network

@@ -19,6 +19,8 @@ from slime_retool.rollout.context import Completion
 
 BACKOFF_SECONDS = 0.5
 BACKOFF_LIMIT_SECONDS = 10.0
+UNNAMED_VERSION = "default"
+"""What a server that others started reports before the first weight update; 0 here."""
 ROUTING_HEADER = "X-SMG-Routing-Key"
 """Names the sample to sglang-router, whose `manual` policy then keeps its turns on one engine."""
 
@@ -131,7 +133,7 @@ def parse_completion(reply: Any) -> Completion:
         meta = reply["meta_info"]
         ids = list(reply["output_ids"])
         finish = meta["finish_reason"]["type"]
-        version = int(meta["weight_version"])
+        version = 0 if meta["weight_version"] == UNNAMED_VERSION else int(meta["weight_version"])
         prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta["cached_tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"the engine's reply cannot be used: {type(error).__name__}: {error}") from error

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime_retool.config import Config
@@ -28,6 +29,25 @@ USABLE = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 CANCEL_PATIENCE_SECONDS = 5.0
 
 
+class BusyTime:
+    """Seconds in which at least one task was inside `with busy_time:`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        if not self._inside:
+            self._since = time.monotonic()
+        self._inside += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self.seconds += time.monotonic() - self._since
+
+
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """The two functions of a run, and the names they are reported under."""
@@ -36,6 +56,7 @@ class Hooks:
     reward: Any
     generate_path: str
     reward_path: str
+    reward_time: BusyTime = field(default_factory=BusyTime)
 
     @classmethod
     def load(cls, config: Config) -> Hooks:
@@ -71,7 +92,8 @@ async def run_sample(
         _check_generated(sample, hooks.generate_path, with_ids)
         if sample.status in USABLE:
             where = hooks.reward_path
-            sample.reward = await hooks.reward(config, sample)
+            with hooks.reward_time:
+                sample.reward = await hooks.reward(config, sample)
             sample.reward_value(config.reward_key)
     except RolloutError as error:
         sample.status = SampleStatus.FAILED

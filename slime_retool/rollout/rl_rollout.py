@@ -62,6 +62,7 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         await add_teacher_log_probs(context, trained)
     finished = [sample for group in sampling.finished for sample in group]
     seconds = time.monotonic() - started
+    model_tokens = sum(sum(sample.loss_mask) for sample in finished)
     figures = (
         sample_figures(finished, config.reward_key)
         | source_figures(finished, config.reward_key)
@@ -76,7 +77,8 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
             "overlong_masked": float(sum(train.num_loss_tokens == 0 for train in trained)),
             "trained_reward_mean": fmean(train.reward for train in trained),
             "seconds": seconds,
-            "tokens_per_second": sum(sum(sample.loss_mask) for sample in finished) / max(seconds, 1e-9),
+            "model_tokens": float(model_tokens),
+            "tokens_per_second": model_tokens / max(seconds, 1e-9),
         }
     )
     if config.dump_rollouts:
@@ -84,6 +86,7 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         rows = [(sample, {"rollout_id": rollout_id}) for sample in finished]
         await asyncio.to_thread(dump_samples, path, rows)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
+    metrics["perf/reward_seconds"] = sampling.reward_seconds
     return RolloutBatch(trained, metrics)
 
 
@@ -145,6 +148,11 @@ class _Sampling:
         finally:
             bar.close()
             await cancel([*running, *done])
+
+    @property
+    def reward_seconds(self) -> float:
+        """In which at least one sample waited for its reward, mostly while others were still generated."""
+        return self._hooks.reward_time.seconds
 
     def _wanted(self) -> int:
         """Groups that should run now: what is missing, times the over-sampling."""

@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Sequence
 
 MicroBatch = list[int]
-"""Indices of samples, ascending."""
+"""Indices of samples, the longest sample first: attention kernels then end together, not with one long sequence."""
 
 
 def split_steps(num_samples: int, num_steps: int) -> list[range]:
@@ -111,6 +111,6 @@ def _deal(bins: list[MicroBatch], lengths: Sequence[int], dp_size: int) -> list[
     for begin in range(0, len(order), dp_size):
         lightest_first = sorted(range(dp_size), key=lambda rank: (load[rank], rank))
         for rank, b in zip(lightest_first, order[begin : begin + dp_size], strict=True):
-            ranks[rank].append(sorted(bins[b]))
+            ranks[rank].append(sorted(bins[b], key=lambda i: (-lengths[i], i)))
             load[rank] += tokens[b]
     return ranks

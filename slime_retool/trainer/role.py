@@ -120,16 +120,20 @@ class ModelRole(ABC):
         from megatron.core import parallel_state as mpu
 
         lora = self.config.lora
-        module = build_gpt_model(
-            self.config,
-            self.model_config,
-            pre_process=mpu.is_pipeline_first_stage(),
-            post_process=mpu.is_pipeline_last_stage(),
-            transformer_impl=self.config.transformer_impl,
-            output="hidden",
-            # Frozen weights have no gradient buffer to add to.
-            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion and lora is None,
-        )
+        try:
+            module = build_gpt_model(
+                self.config,
+                self.model_config,
+                pre_process=mpu.is_pipeline_first_stage(),
+                post_process=mpu.is_pipeline_last_stage(),
+                transformer_impl=self.config.transformer_impl,
+                attention_backend=self.config.attention_backend,
+                output="hidden",
+                # Frozen weights have no gradient buffer to add to.
+                gradient_accumulation_fusion=self.config.gradient_accumulation_fusion and lora is None,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if lora is not None:
             try:
                 add_adapters(module, lora, seed=self.config.seed)

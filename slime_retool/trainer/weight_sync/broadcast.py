@@ -7,6 +7,7 @@ gathered from the trainer's other ranks.
 
 from __future__ import annotations
 
+import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -22,7 +23,6 @@ from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
 from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, unless_refused
 
 NUM_BUFFERS = 2
-GROUP_NAME = "slime_retool"
 
 
 class BroadcastTransport:
@@ -31,6 +31,7 @@ class BroadcastTransport:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._group: dist.ProcessGroup | None = None
+        self._name = ""
         self._aborted: list[dist.ProcessGroup] = []
 
     def send(self) -> None:
@@ -63,7 +64,7 @@ class BroadcastTransport:
             return
         for engine in self._peers.engines:
             try:
-                engine.destroy_weights_update_group(GROUP_NAME)
+                engine.destroy_weights_update_group(self._name)
             except WeightUpdateError:
                 continue
         self._forget()
@@ -76,15 +77,17 @@ class BroadcastTransport:
         world_size = 1 + len(peers.engines) * peers.workers
         backend = "nccl" if peers.trainer.config.on_cuda else "gloo"
         port = free_ports(1, peers.host)[0]
-        offsets = {engine.url: 1 + i * peers.workers for i, engine in enumerate(peers.engines)}
+        offsets = rank_offsets(peers)
+        # An engine that was in a group before, of this run or one that was killed, may still hold that.
+        self._name = name = f"slime_retool_{secrets.token_hex(4)}"
 
         def engine_joins(engine: EngineAdmin) -> None:
-            engine.init_weights_update_group(peers.host, port, offsets[engine.url], world_size, GROUP_NAME, backend)
+            engine.init_weights_update_group(peers.host, port, offsets[engine.url], world_size, name, backend)
 
         def trainer_joins(futures: list[Future[None]]) -> None:
             address = f"tcp://{f'[{peers.host}]' if ':' in peers.host else peers.host}:{port}"
             self._group = unless_refused(
-                lambda: _process_group(backend, address, world_size, GROUP_NAME, peers.timeout), futures
+                lambda: _process_group(backend, address, world_size, name, peers.timeout), futures
             )
 
         every_engine(peers.engines, engine_joins, trainer_joins)
@@ -96,7 +99,7 @@ class BroadcastTransport:
         shapes = [list(shape) for shape in bucket.shapes]
 
         def receive(engine: EngineAdmin) -> None:
-            engine.update_weights_from_distributed(bucket.names, dtypes, shapes, GROUP_NAME, load_format=FLATTENED)
+            engine.update_weights_from_distributed(bucket.names, dtypes, shapes, self._name, load_format=FLATTENED)
 
         def transmit(futures: list[Future[None]]) -> None:
             # NCCL connects inside the first broadcast, and would wait there for an engine that has given up.
@@ -121,6 +124,11 @@ class BroadcastTransport:
             self._aborted.append(self._group)
         dist.destroy_process_group(self._group)
         self._group = None
+
+
+def rank_offsets(peers: Peers) -> dict[str, int]:
+    """Rank of each engine's first worker in the group, by the engine's URL; its other workers follow."""
+    return {engine.url: 1 + i * peers.workers for i, engine in enumerate(peers.engines)}
 
 
 def _process_group(

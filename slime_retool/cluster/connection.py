@@ -1,0 +1,58 @@
+"""The Ray cluster of a run: one that is there already, or one of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from slime_retool.config import Config
+from slime_retool.errors import ConfigError
+
+
+def connect(config: Config) -> None:
+    """Join the Ray cluster of --ray-address or RAY_ADDRESS, else start a private one that `ray.shutdown` ends.
+
+    Raises ConfigError when none answers there.
+    """
+    env = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in _python_path() if p)}}
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
+    # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
+    address = config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    if address != "local":
+        try:
+            _require_answer(address)
+            ray.init(address=address, **options)
+        except (OSError, RayError) as error:  # RayError: the cluster asks for another token
+            raise ConfigError(
+                f"no Ray cluster answers at {address} (--ray-address or RAY_ADDRESS): {error}; start one with "
+                "`ray start --head`, or leave both out for a private one"
+            ) from error
+    else:
+        # "local": without an address Ray joins whatever instance it finds on the host, another run's as well.
+        # Processes here reserve no CPUs, so any number of them fits on any machine.
+        options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
+        ray.init(address="local", **options)
+
+
+def _require_answer(address: str) -> None:
+    """Raise OSError when nothing listens at HOST:PORT; Ray itself would try for ever."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def _python_path() -> list[str]:
+    """Where this process finds modules: hooks named by dotted path must be importable in the actors as well."""
+    return [os.path.abspath(p) for p in sys.path if p and os.path.isdir(p)]
+
+
+def _object_store_bytes() -> int:
+    """Room for a few rollout batches: a tenth of memory, between 80 MB and 8 GB (Ray's default takes a third)."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(min(max(total // 10, 80_000_000), 8_000_000_000))

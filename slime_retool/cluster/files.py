@@ -1,0 +1,68 @@
+"""Whether the hosts of a run see the files that the flags name: checked before anything is loaded or overwritten."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import ray
+
+from slime_retool.cluster.placement import Placement, Slot
+from slime_retool.config import Config
+from slime_retool.errors import ConfigError
+
+Named = tuple[str, str]
+"""A flag and a path."""
+
+
+def check_files(config: Config, placement: Placement) -> None:
+    """Refuse (ConfigError) a run on several hosts one of which lacks a checkpoint, or another's checkpoints to come."""
+    if not placement.several_hosts:
+        return
+    config = config.with_absolute_paths()
+    assert config.hf_checkpoint is not None
+    model = [("--hf-checkpoint", config.hf_checkpoint)]
+    trained = [
+        (flag, path)
+        for flag, path in (
+            ("--ref-load", config.ref_load), ("--load", config.load), ("--critic-load", config.critic_load),
+        )
+        if path is not None and os.path.exists(path)
+    ]  # fmt: skip
+    engines = {slot.node: slot for slots in placement.engines for slot in slots}
+    trainers = {slot.node: slot for slot in [*placement.trainers, *placement.critics]}
+    with ExitStack() as stack:
+        if not config.debug_rollout_only:
+            trained += _markers(config, stack)
+        for slot in {**engines, **trainers}.values():
+            _check(slot, model + (trained if slot.node in trainers else []))
+
+
+def _markers(config: Config, stack: ExitStack) -> list[Named]:
+    """A file that is there for a moment in each folder that all training hosts write to."""
+    markers = []
+    for flag, folder in (("--save", config.save), ("--critic-save", config.critic_save)):
+        if folder is not None:
+            os.makedirs(folder, exist_ok=True)
+            marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".slime-retool-shared-", dir=folder))
+            markers.append((flag, marker.name))
+    return markers
+
+
+def _check(slot: Slot, named: Sequence[Named]) -> None:
+    look = _look.options(num_gpus=0, scheduling_strategy=slot.strategy)
+    address, missing = ray.get(look.remote([path for _, path in named]))
+    for flag, path in named:
+        if path in missing:
+            raise ConfigError(
+                f"{flag}: host {address} does not see {path}; all hosts of a run need the same files under the same "
+                "paths (a shared file system)"
+            )
+
+
+@ray.remote(num_cpus=0)
+def _look(paths: list[str]) -> tuple[str, list[str]]:
+    """This host's address and those of `paths` that it does not have."""
+    return ray.util.get_node_ip_address(), [path for path in paths if not os.path.exists(path)]

@@ -1,0 +1,181 @@
+"""What a run needs on one kind of card: memory of each GPU at its fullest moments, and seconds of each phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_retool.config import Config
+from slime_retool.config.parallel import check_parallel
+from slime_retool.planning.cards import Card
+from slime_retool.planning.flops import model_flops
+from slime_retool.planning.generation import generate_seconds, offload_seconds, sync_seconds
+from slime_retool.planning.memory import (
+    ENGINE_RUNTIME_BYTES,
+    GIB,
+    EngineMemory,
+    TrainerMemory,
+    engine_memory,
+    host_memory,
+    micro_batches,
+    needs_reference,
+    trainer_memory,
+)
+from slime_retool.planning.parameters import active_parameters, total_parameters
+from slime_retool.planning.timing import forward_seconds, train_seconds
+from slime_retool.planning.workload import Workload
+
+USABLE_SHARE = 0.95
+"""Of a card's memory that a plan may fill: the allocator fragments, batches vary."""
+
+
+@dataclass(slots=True)
+class StepTime:
+    """Seconds of each phase of one rollout."""
+
+    generate: float
+    log_probs: float
+    train: float
+    critic: float
+    sync: float
+    offload: float
+
+    @property
+    def total(self) -> float:
+        return self.generate + self.log_probs + self.train + self.critic + self.sync + self.offload
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a run needs on one kind of card."""
+
+    parameters: int
+    active_parameters: int
+    """Of those, what one token meets (all of them without experts)."""
+    gpus: int
+    """Of training and generation together."""
+    card: Card
+    trainer: TrainerMemory
+    engine: EngineMemory | None
+    moments: dict[str, int]
+    """Bytes on the fullest GPU while training, generating, updating the engines' weights."""
+    host: int
+    """Page-locked bytes on each training host."""
+    time: StepTime
+    workload: Workload
+    micro_batches: int
+    mfu: float
+    """Of the training phase, counted as `perf/train_mfu` is."""
+    problems: list[str]
+    """Why it does not fit; empty when it does."""
+
+    @property
+    def resident(self) -> int:
+        """Bytes on the fullest GPU at the fullest moment."""
+        return max(self.moments.values())
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: float) -> Plan:
+    """Raises ValueError for a layout that cannot be built."""
+    check_layout(config)
+    workload = Workload.of_run(config, mean_prompt, mean_response)
+    trainer, engine, moments = memory_of_moments(config, card, workload)
+    time = _step_time(config, card, workload, trainer)
+    engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine
+    length = workload.attended
+    of_sequence = model_flops(config, [length], training=True, logit_tokens=length * workload.learned, lora=config.lora)
+    useful = of_sequence / length * workload.tokens
+    return Plan(
+        parameters=total_parameters(config),
+        active_parameters=active_parameters(config),
+        gpus=max(config.world_size, engine_gpus) if config.colocate else config.world_size + engine_gpus,
+        card=card,
+        trainer=trainer,
+        engine=engine,
+        moments=moments,
+        host=host_memory(config, trainer),
+        time=time,
+        workload=workload,
+        micro_batches=micro_batches(config, workload),
+        mfu=useful / (time.train * config.world_size * card.peak_flops),
+        problems=find_problems(card, workload, engine, moments),
+    )
+
+
+def check_layout(config: Config) -> None:
+    """Refuse (ValueError) parallel sizes that divide neither the model, the GPUs nor the batch."""
+    check_parallel(config)
+    samples = config.global_batch_size or config.samples_per_rollout
+    if samples % config.data_parallel_size:
+        raise ValueError(
+            f"an optimizer step of {samples} samples (--global-batch-size) is no multiple of the "
+            f"{config.data_parallel_size} data-parallel ranks; change it, or the parallel sizes"
+        )
+
+
+def memory_of_moments(
+    config: Config, card: Card, workload: Workload
+) -> tuple[TrainerMemory, EngineMemory | None, dict[str, int]]:
+    """(trainer, engine, bytes on the fullest GPU at each moment)."""
+    trainer = trainer_memory(config, workload)
+    engine = engine_memory(config, card) if config.num_engines else None
+    return trainer, engine, _moments(config, trainer, engine)
+
+
+def _moments(config: Config, trainer: TrainerMemory, engine: EngineMemory | None) -> dict[str, int]:
+    if engine is None:
+        return {"training": trainer.total}
+    if not config.colocate:
+        return {"training": trainer.total, "generating": engine.total}
+    state = trainer.weights + trainer.gradients + trainer.optimizer + trainer.critic
+    sleeping = ENGINE_RUNTIME_BYTES if config.offloads_rollout else engine.total
+    buckets = 2 * config.update_weight_buffer_size
+    moments = {
+        "training": trainer.total + sleeping,
+        "generating": engine.total + trainer.runtime + (0 if config.offloads_train else state),
+    }
+    if config.offloads_train and config.offloads_rollout:
+        # After training only weights stay; engines then take room for theirs, and for their cache when it has left.
+        moments["updating"] = trainer.weights + trainer.runtime + engine.weights + engine.runtime + buckets
+    return moments
+
+
+def find_problems(card: Card, workload: Workload, engine: EngineMemory | None, moments: dict[str, int]) -> list[str]:
+    """Why it does not fit, in words; none when it does."""
+    room = USABLE_SHARE * card.memory_bytes
+    found = [
+        f"{moment} takes {bytes_ / GIB:.1f} GiB of a GPU's {room / GIB:.1f} usable"
+        for moment, bytes_ in moments.items()
+        if bytes_ > room
+    ]
+    if engine is not None and engine.kv_tokens < workload.longest:
+        found.append(
+            f"an engine's cache holds {engine.kv_tokens:,} tokens beside {engine.weights / GIB:.1f} GiB of weights on "
+            f"each of its GPUs, one sample takes {workload.longest:,.0f}"
+        )
+    return found
+
+
+def _step_time(config: Config, card: Card, workload: Workload, trainer: TrainerMemory) -> StepTime:
+    passes = 0
+    if config.loss_type == "policy_loss":
+        recomputed = config.steps_per_rollout > 1 or config.use_tis or config.kl_coef != 0
+        passes = int(recomputed and not config.use_rollout_logprobs) + int(needs_reference(config))
+    critic = 0.0
+    if config.uses_critic:
+        values = Config(**{**config.__dict__, "lora_rank": None})
+        critic = forward_seconds(values, card, workload, logits=False)
+        trained = train_seconds(values, card, workload, logits=False)
+        # Apart, it trains while the actor does.
+        critic += 0.0 if config.critic_apart else trained
+    return StepTime(
+        generate=generate_seconds(config, card, workload),
+        log_probs=passes * forward_seconds(config, card, workload) if passes else 0.0,
+        train=train_seconds(config, card, workload),
+        critic=critic,
+        sync=sync_seconds(config, card),
+        offload=offload_seconds(config, card, trainer),
+    )

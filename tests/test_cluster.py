@@ -1,0 +1,40 @@
+"""What a run refuses before it starts: Ray clusters and external engines that are not as the flags say."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_retool.cluster.cluster import Cluster
+from slime_retool.config import Config
+from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.process import free_ports
+from slime_retool.errors import ConfigError
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_a_ray_cluster_that_does_not_answer_is_an_error_at_once(by_variable: bool, monkeypatch) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    if by_variable:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    config = Config(device="cpu", ray_address=None if by_variable else address)
+    with pytest.raises(ConfigError, match=f"no Ray cluster answers at {address}.*ray start --head"), Cluster(config):
+        pass
+
+
+def known(monkeypatch: pytest.MonkeyPatch, workers: int, **values: object) -> list[str]:
+    monkeypatch.setattr(EngineAdmin, "tensor_parallel_size", lambda self: workers)
+    config = Config(device="cuda", rollout_external_urls=["http://10.0.0.2:1/", "http://10.0.0.3:1"], **values)
+    return Cluster(config)._know_external()
+
+
+def test_external_engines_have_the_size_that_ranks_are_counted_by(monkeypatch) -> None:
+    assert known(monkeypatch, 2, rollout_num_gpus_per_engine=2) == ["http://10.0.0.2:1", "http://10.0.0.3:1"]
+    assert known(monkeypatch, 4, update_weight_disk_dir="/shared") != []  # files do not count workers
+    with pytest.raises(ConfigError, match="10.0.0.2:1 has 4 tensor-parallel workers, the flags say 1.*per-engine 4"):
+        known(monkeypatch, 4)
+
+
+def test_an_external_engine_that_does_not_answer_is_an_error() -> None:
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with pytest.raises(ConfigError, match=f"--rollout-external-urls: no SGLang server answers there: {url}"):
+        Cluster(Config(device="cpu", rollout_external_urls=[url]))._know_external()

@@ -1,0 +1,70 @@
+"""benchmarks/plan_error.py: its cases, its table, and a run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from benchmarks import plan_error  # noqa: E402
+from benchmarks.train_step import Case, make_samples  # noqa: E402
+from slime_retool.planning.cards import CARDS  # noqa: E402
+from slime_retool.planning.memory import GIB  # noqa: E402
+
+
+@pytest.mark.parametrize("case", plan_error.CASES.values(), ids=lambda case: case.name)
+def test_every_case_is_one_that_the_plan_can_be_made_for_and_that_an_h200_holds(case):
+    gib, seconds = plan_error.predict(case, CARDS["h200"])
+    assert 5 < gib < 0.95 * CARDS["h200"].memory_bytes / GIB
+    assert 0.2 < seconds < 5  # 5 steps and a start in less than a minute
+
+
+def test_the_plan_is_made_for_the_samples_that_are_timed():
+    """Memory of the longest micro-batch; time in proportion to the tokens: the cases' batches are alike but twice as
+    many on two data-parallel ranks."""
+    case, two = Case("one", "qwen3-1.7B"), Case("two", "qwen3-1.7B", dp=2)
+    tokens = [sum(s.length for s in make_samples(c, 1000, seed=1002)) for c in (case, two)]
+    assert tokens[1] == pytest.approx(2 * tokens[0], rel=0.1)
+    (gib, seconds), (gib_of_two, seconds_of_two) = (plan_error.predict(c, CARDS["h200"]) for c in (case, two))
+    assert seconds_of_two == pytest.approx(seconds, rel=0.1)
+    assert gib - gib_of_two == pytest.approx(6 * 1_720_574_976 / GIB, rel=0.01)  # half of the optimizer's 12 bytes
+
+
+def test_the_worst_error_of_all_cases_in_the_folder_is_written_and_a_failed_one_is_named(tmp_path, capsys):
+    gib, seconds = plan_error.predict(plan_error.CASES["1.7b"], CARDS["h200"])
+    folder = tmp_path / "plan_cases"
+    folder.mkdir()
+    good = {"peak_gib": gib / 1.05, "step_seconds": seconds / 0.9, "tokens_per_second": 1.0, "device": "NVIDIA H200"}
+    for name, figures in (("1.7b", good), ("4b", {"error": "it broke\nbadly"})):
+        record = {"case": asdict(plan_error.CASES[name]), "figures": figures}
+        (folder / f"{name}.json").write_text(json.dumps(record))
+    args = plan_error.build_parser().parse_args(["--report", "--out-dir", str(tmp_path)])
+    assert plan_error.report(args) == 1
+    out = capsys.readouterr().out
+    assert "4b                 failed: it broke\n" in out and "+5.0%" in out and "-10.0%" in out
+    found = {
+        name: json.loads((tmp_path / f"{name}.json").read_text())
+        for name in ("plan_memory_error", "plan_step_time_error")
+    }
+    assert [record["value"] for record in found.values()] == [5.0, 10.0]
+    assert {record["card"] for record in found.values()} == {"NVIDIA H200"}
+
+
+def test_a_case_runs_on_the_cpu_and_writes_no_result(tmp_path):
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "plan_error.py"), "--device", "cpu", "--model", "tiny",
+        "--max-tokens-per-gpu", "256", "--out-dir", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("tiny ") and done.stdout.rstrip().endswith("one rank, cpu")
+    figures = json.loads((tmp_path / "plan_cases" / "tiny.json").read_text())["figures"]
+    assert figures["step_seconds"] > 0 and figures["peak_gib"] > 0
+    assert not list(tmp_path.glob("*.json"))
