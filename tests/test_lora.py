@@ -1,6 +1,6 @@
 """LoRA adapters: exact start, gradients in every layout, checkpoints, and what leaves them (engines, HF, PEFT).
 
-Two spawned groups do the work (`_one_process`, then `_two_processes`); tests look at what they returned.
+Two groups of processes do the work (`_one_process`, then `_two_processes`); tests look at what they returned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trainer with sequences and experts spread over ranks: gradients, log-probs and weights are those of one process.
 
-Three spawned groups do all the work (of one, two and four processes); tests look at what they returned.
+Three groups of processes do all the work (one, two and four); tests look at what they returned.
 """
 
 from __future__ import annotations

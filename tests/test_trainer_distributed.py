@@ -1,6 +1,6 @@
 """The trainer in real processes: gradients in every layout, optimizer, checkpoints.
 
-Two spawned groups do all the work (`_one_process`, then `_two_processes`); tests look at what they returned.
+Two groups of processes do all the work (`_one_process`, then `_two_processes`); tests look at what they returned.
 """
 
 from __future__ import annotations

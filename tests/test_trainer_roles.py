@@ -1,6 +1,6 @@
 """PPO with its critic, GSPO and CISPO in every layout; importance weights, distillation, warm-up, resuming.
 
-Three spawned groups (1, 2 and 4 processes) do all the work; tests look at what they returned.
+Three groups of processes (1, 2 and 4) do all the work; tests look at what they returned.
 """
 
 from __future__ import annotations
