@@ -416,6 +416,11 @@ class SglangArgs:
     sglang_mem_fraction_static: float | None = flag(None, help="Share of device memory for weights and KV cache.")
     sglang_server_concurrency: int = flag(512, help="Requests in flight per engine.")
     sglang_startup_timeout: float = flag(600.0, help="Seconds an engine may take to become healthy.")
+    sglang_gather_prefills: bool = flag(
+        True,
+        help="On GPUs, engines let requests wait (at most a quarter of a second) until a twelfth as many as are "
+        "decoding can be prefilled at once: each prefill interrupts decoding, and every turn brings one.",
+    )
     sglang_max_total_tokens: int | None = flag(
         None, help="Tokens in the KV cache (default on the CPU: what the batch of samples needs)."
     )
