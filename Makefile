@@ -8,15 +8,16 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 SEED ?= 1
 TESTS ?= tests
+WORKERS ?= 2
 
 .PHONY: help install test lint quickstart quickstart-short recipes-tiny compare-short lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
 	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
-	@echo "make compare-short     three RL algorithms in a few steps from one SFT checkpoint"
+	@echo "make compare-short     two RL algorithms in a few steps from one SFT checkpoint"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
-	@echo "make test              lint and tests (TESTS=tests/test_x.py for some of them)"
+	@echo "make test              lint and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
 	@echo "make install           only the environment in $(VENV)"
 	@echo "make lock              resolve requirements/cpu.in into requirements/cpu.lock (needs uv)"
 
@@ -33,7 +34,7 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 
 test: $(STAMP) lint
-	$(PY) -m pytest $(TESTS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 quickstart: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED)
@@ -42,7 +43,7 @@ quickstart-short: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED) --short --output-dir outputs/quickstart-short
 
 compare-short: $(STAMP)
-	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms grpo gspo ppo \
+	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms gspo ppo \
 	  --output-dir outputs/compare-short
 
 recipes-tiny: $(STAMP)

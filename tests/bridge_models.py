@@ -1,10 +1,13 @@
-"""Tiny random Hugging Face models that the bridge tests convert."""
+"""Tiny random Hugging Face models that the bridge tests convert, their logits, and Megatron's models of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -15,6 +18,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
+from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 
 _COMMON = dict(
     hidden_size=32,
@@ -29,6 +35,8 @@ _COMMON = dict(
 
 KINDS = ("qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_mixed")
 DENSE_KINDS = KINDS[:3]
+LENGTHS = [7, 1, 12, 4]
+"""Of the sequences that are scored."""
 
 
 def tiny_model(kind: str) -> torch.nn.Module:
@@ -86,3 +94,58 @@ def save_tiny_model(kind: str, directory: Path, dtype: torch.dtype = torch.float
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
     (directory / "tokenizer_config.json").write_text('{"model_max_length": 256}')
     return directory
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 101, (length,), generator=generator) for length in LENGTHS]
+
+
+def write_references(root: Path, kinds: Iterable[str]) -> Path:
+    """For every kind: {kind}/hf and {kind}/td, fp32, and the logits of transformers for each sequence alone."""
+    for kind in kinds:
+        source = save_tiny_model(kind, root / kind / "hf")
+        model = model_args_from_hf(read_hf_config(source))
+        convert_hf_to_torch_dist(model, source, root / kind / "td", progress=False)
+        reference = tiny_model(kind)
+        with torch.no_grad():
+            logits = [reference(tokens[None]).logits[0] for tokens in sequences()]
+        torch.save(torch.cat(logits), root / kind / "logits.pt")
+    return root
+
+
+def hf_weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def assert_converts_back(checkpoint: Path, source: Path) -> None:
+    """A torch_dist checkpoint holds the weights of `source` (Hugging Face), bit for bit."""
+    out = checkpoint.with_name(checkpoint.name + "-hf")
+    convert_torch_dist_to_hf(checkpoint, out, source, progress=False)
+    back, original = hf_weights(out), hf_weights(source)
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[name], original[name]) for name in original), checkpoint
+
+
+def build_model(
+    directory: Path, *, tp=1, pp=1, cp=1, ep=1, etp=1, sequence_parallel=False, first=None, last=None
+) -> tuple[Any, Any]:
+    """(this rank's GPTModel with random weights, model flags) for {directory}/hf, after making the parallel groups.
+
+    `first` and `last` are the layers of the outer pipeline stages. The caller destroys the groups.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_bridge.model import build_gpt_model, init_parallel, transformer_config
+
+    init_parallel(tp, pp, cp, ep, etp)
+    model = model_args_from_hf(read_hf_config(directory / "hf"))
+    config = transformer_config(
+        model, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=sequence_parallel,
+        decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last,
+    )  # fmt: skip
+    gpt = build_gpt_model(
+        model, config, pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )  # fmt: skip
+    return gpt.eval(), model

@@ -2,8 +2,11 @@
 
     run_distributed(check, 2, "argument")       # calls check(rank, world_size, "argument") in two processes
 
-`fn` must be importable by name (a function of a module, not a closure), because processes are spawned.
+`fn` must be importable by name (a function of a module, not a closure), because it goes to other processes.
 What it returns must be picklable; `run_distributed` gives back the list of results, by rank.
+
+Every call has new processes, forked from one server that has imported torch, Megatron and transformers (`rank_imports`)
+and done nothing else: importing them in each rank would take seconds of every rank.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,19 +29,24 @@ import torch.multiprocessing as mp
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240.0, threads: int = 1
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0, threads: int = 1
 ) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` in `world_size` spawned processes joined by a gloo group.
+    """Run `fn(rank, world_size, *args)` in `world_size` new processes joined by a gloo group.
 
     Returns every rank's result. The first failing rank's traceback is raised as RuntimeError; after `timeout`
     seconds every child is killed by its own id and TimeoutError is raised. No child outlives the call.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["rank_imports"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+    environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="gloo-") as scratch:
         rendezvous = Path(scratch) / "rendezvous"
         children = [
             context.Process(
-                target=_child, args=(fn, rank, world_size, str(rendezvous), scratch, list(sys.path), threads, args)
+                target=_child,
+                args=(fn, rank, world_size, str(rendezvous), scratch, list(sys.path), environment, threads, args),
             )
             for rank in range(world_size)
         ]
@@ -80,14 +90,15 @@ def _kill(children: list[Any]) -> None:
 
 def _child(
     fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str, scratch: str, path: list[str],
-    threads: int, args: tuple[Any, ...],
+    environment: dict[str, str], threads: int, args: tuple[Any, ...],
 ) -> None:  # fmt: skip
     sys.path[:] = path
+    os.environ.clear()
     try:
         torch.set_num_threads(threads)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
         )
         result = fn(rank, world_size, *args)
         torch.save(result, Path(scratch) / f"result{rank}.pt")

@@ -70,7 +70,7 @@ def engine_config(checkpoint: Path, output_dir: Path, **overrides: object) -> Co
         "rollout_max_response_len": 64,
         "rollout_max_context_len": 512,
         "sglang_max_total_tokens": 16384,
-        "sglang_startup_timeout": 240.0,
+        "sglang_startup_timeout": 600.0,
         "sglang_server_concurrency": 64,
         "no_progress": True,
     }

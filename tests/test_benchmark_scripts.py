@@ -157,8 +157,8 @@ def test_a_failing_rank_is_reported_with_its_last_words(tmp_path: Path):
         "if args.rank == '0':\n    pathlib.Path(args.result).write_text(json.dumps({'losses': [1.0]}))\n"
     )
     command = [sys.executable, str(script)]
-    assert run_ranks(command, 2, timeout=30) == {"losses": [1.0]}
-    assert "rank 1 ended with 1:\n    no such layout" in run_ranks([*command, "--fail", "1"], 2, timeout=30)["error"]
+    assert run_ranks(command, 2, timeout=300) == {"losses": [1.0]}
+    assert "rank 1 ended with 1:\n    no such layout" in run_ranks([*command, "--fail", "1"], 2, timeout=300)["error"]
 
 
 def test_a_trend_is_a_slope_beyond_its_error_that_matters():

@@ -241,7 +241,7 @@ def test_vocabulary_padding(bf16_checkpoints):
 
 def run_tool(name: str, *args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOLS / name), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_the_command_lines_convert_there_and_back(bf16_checkpoints, tmp_path):

@@ -11,17 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from bridge_models import DENSE_KINDS as KINDS
-from bridge_models import save_tiny_model, tiny_model
+from bridge_models import LENGTHS, assert_converts_back, build_model, hf_weights, sequences, write_references
 from dist_utils import run_distributed
-from safetensors.torch import load_file
 
 from megatron_bridge.checkpoint import load_model, model_state_dict, save_model, write_latest
-from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
-from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.layout import hf_tensors_from_megatron, merge_tp
 from megatron_bridge.names import global_name
 
-LENGTHS = [7, 1, 12, 4]
 TOLERANCE = 1e-4
 
 LAYOUTS = {
@@ -37,22 +33,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    """For every kind: {kind}/hf and {kind}/td, fp32, and the logits of transformers for each sequence alone."""
-    root = tmp_path_factory.mktemp("bridge")
-    for kind in KINDS:
-        source = save_tiny_model(kind, root / kind / "hf")
-        model = model_args_from_hf(read_hf_config(source))
-        convert_hf_to_torch_dist(model, source, root / kind / "td", progress=False)
-        reference = tiny_model(kind)
-        with torch.no_grad():
-            logits = [reference(tokens[None]).logits[0] for tokens in sequences()]
-        torch.save(torch.cat(logits), root / kind / "logits.pt")
-    return root
-
-
-def sequences() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, 101, (length,), generator=generator) for length in LENGTHS]
+    return write_references(tmp_path_factory.mktemp("bridge"), KINDS)
 
 
 def test_one_process(checkpoints):
@@ -69,18 +50,10 @@ def check_worlds(root: Path, world_size: int) -> None:
     assert not too_large
     assert len(errors) == len(LAYOUTS[world_size]) * len(KINDS) * 2
     # what each layout saved goes back to the original weights
-    saved = sorted(root.glob(f"*/saved-{world_size}-*"))
+    saved = sorted(root.glob(f"*/saved-{world_size}-?"))
     assert len(saved) == len(LAYOUTS[world_size])
     for directory in saved:
-        source, out = directory.parent / "hf", directory.parent / ("hf-of-" + directory.name)
-        convert_torch_dist_to_hf(directory, out, source, progress=False)
-        back, original = hf_weights(out), hf_weights(source)
-        assert back.keys() == original.keys()
-        assert all(torch.equal(back[name], original[name]) for name in original), directory
-
-
-def hf_weights(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
+        assert_converts_back(directory, directory.parent / "hf")
 
 
 # --- in the processes -------------------------------------------------------------------------------------------
@@ -90,15 +63,12 @@ def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
     """Largest difference of the logits for every layout and kind, packed and (first sequence) alone."""
     from megatron.core import parallel_state
 
-    from megatron_bridge.model import init_parallel
-
     errors: dict[str, float] = {}
     for number, layout in enumerate(LAYOUTS[world_size]):
-        init_parallel(layout["tp"], layout["pp"])
         for kind in KINDS:
             directory = Path(root) / kind
             expected = torch.load(directory / "logits.pt")
-            gpt, model = build(directory, **layout)
+            gpt, model = build_model(directory, **layout)
             load_model([gpt], directory / "td")
             case = f"{kind} {layout}"
             tokens = torch.cat(sequences())
@@ -111,39 +81,21 @@ def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
                 got = logits(gpt, model, tokens[:alone], None)
             errors[case + " alone"] = difference(got, expected[:7])
             check_weight_export(gpt, model, directory, layout["tp"])
-            if kind != KINDS[number % len(KINDS)]:
-                continue  # saving starts processes: one kind per layout is enough
-            saved = directory / f"saved-{world_size}-{number}"
-            if number % 2 == 0:
-                save_model([gpt], saved / "iter_0000003")
-            else:
-                save_with_optimizer(gpt, saved / "iter_0000003")
-            if rank == 0:
-                write_latest(saved, 3)
-        parallel_state.destroy_model_parallel()
+            if kind == KINDS[number % len(KINDS)]:  # one for each layout
+                saved = directory / f"saved-{world_size}-{number}"
+                if number % 2 == 0:
+                    save_model([gpt], saved / "iter_0000003")
+                else:
+                    save_with_optimizer(gpt, saved / "iter_0000003")
+                if rank == 0:
+                    write_latest(saved, 3)
+            parallel_state.destroy_model_parallel()
     return errors
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     assert got.shape == expected.shape
     return float((got - expected).abs().max())
-
-
-def build(directory: Path, *, tp: int, pp: int, sequence_parallel=False, first=None, last=None):
-    from megatron.core import parallel_state
-
-    from megatron_bridge.model import build_gpt_model, transformer_config
-
-    model = model_args_from_hf(read_hf_config(directory / "hf"))
-    config = transformer_config(
-        model, tp=tp, pp=pp, sequence_parallel=sequence_parallel,
-        decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last,
-    )  # fmt: skip
-    gpt = build_gpt_model(
-        model, config, pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )  # fmt: skip
-    return gpt.eval(), model
 
 
 def logits(gpt, model, tokens: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:

@@ -18,7 +18,7 @@ def test_the_next_item_is_read_while_the_last_one_is_used():
 
     with ReadAhead(load, "abc") as values:
         assert values.read("a") == "A"
-        assert started["b"].wait(10) and not started["c"].is_set()
+        assert started["b"].wait(60) and not started["c"].is_set()
         assert values.read("b") == "B" and values.read("c") == "C"
 
 

@@ -36,7 +36,7 @@ import os, sys, time
 from pathlib import Path
 from slime_retool.engine.process import SupervisedProcess
 process = SupervisedProcess([sys.executable, "-c", sys.argv[2]], log_path=Path(sys.argv[1]), environment=os.environ)
-process.wait_until_ready(lambda: "ready" in process.log_tail(), 20, "the family")
+process.wait_until_ready(lambda: "ready" in process.log_tail(), 120, "the family")
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -53,7 +53,7 @@ def new_mark() -> str:
 
 
 def wait_until_gone(mark: str) -> dict[int, str]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (left := processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
@@ -66,7 +66,7 @@ def start(tmp_path: Path, mark: str, code: str, grace: float = 5.0) -> Supervise
 
 
 def wait_for_family(process: SupervisedProcess) -> None:
-    process.wait_until_ready(lambda: "ready" in process.log_tail(), 20, "the family")
+    process.wait_until_ready(lambda: "ready" in process.log_tail(), 120, "the family")
 
 
 @pytest.mark.parametrize(("prelude", "grace"), [("", 5.0), (STUBBORN, 0.5)])
@@ -118,7 +118,7 @@ def test_a_server_started_from_a_thread_outlives_the_thread(tmp_path: Path):
 def test_a_server_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: Path):
     with start(tmp_path, new_mark(), "print('no such model'); raise SystemExit(3)") as process:
         with pytest.raises(ServerError, match="ended with status 3 while starting(.|\n)*no such model"):
-            process.wait_until_ready(lambda: False, 20, "the server")
+            process.wait_until_ready(lambda: False, 120, "the server")
 
 
 def test_a_server_that_never_becomes_ready_is_an_error(tmp_path: Path):

@@ -133,7 +133,7 @@ async def endpoint(*answers: Any, retries: int = 1) -> AsyncIterator[tuple[ChatE
     await site.start()
     port = runner.addresses[0][1]
     client = ChatEndpoint(
-        f"http://127.0.0.1:{port}/v1", "m", api_key="k", concurrency=4, timeout=10, retries=retries
+        f"http://127.0.0.1:{port}/v1", "m", api_key="k", concurrency=4, timeout=60, retries=retries
     )  # fmt: skip
     try:
         yield client, seen

@@ -136,15 +136,15 @@ def test_a_killed_cell_says_that_variables_are_gone_and_a_lost_session_is_an_out
         await box.session("second").run("1")
         await box.session("third").run("1")  # evicts `first`
         evicted = await first.run("1")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(4.0)
         expired = await box.session("third").run("1")
         return killed, fresh, evicted, expired
 
-    killed, fresh, evicted, expired = in_box(level, use, max_sessions=2, session_idle=0.4)
+    killed, fresh, evicted, expired = in_box(level, use, max_sessions=2, session_idle=2.0)
     assert killed.status is Status.TIMEOUT and "variables of earlier cells are gone" in killed.error
     assert fresh.result == "False"
     assert evicted.status is Status.UNAVAILABLE and "least recently used of 2 sessions" in evicted.error
-    assert expired.status is Status.UNAVAILABLE and "idle for more than 0.4 s" in expired.error
+    assert expired.status is Status.UNAVAILABLE and "idle for more than 2 s" in expired.error
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -242,7 +242,7 @@ def test_a_seed_makes_random_numbers_repeatable(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_waiting_is_not_run_time_and_a_full_queue_is_an_outage(level: str) -> None:
     async def use(box: Sandbox) -> list[Result]:
-        return list(await asyncio.gather(*(box.run("import time\ntime.sleep(0.2)", timeout=5) for _ in range(9))))
+        return list(await asyncio.gather(*(box.run("import time\ntime.sleep(0.2)", timeout=60) for _ in range(9))))
 
     results = in_box(level, use, concurrency=2, max_queue=6)
     outages = [result for result in results if result.status is Status.UNAVAILABLE]

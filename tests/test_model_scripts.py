@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_bridge.flags import OneLineParser, add_flags, from_namespace
 from megatron_bridge.hf_config import check_against_hf
 from megatron_bridge.layout import megatron_shape
-from megatron_bridge.model_config import ModelArgs, padded_vocab_size
+from megatron_bridge.model_config import ModelArgs, alike_layers, padded_vocab_size
 from megatron_bridge.names import global_name, megatron_names
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts" / "models"
@@ -120,9 +121,14 @@ def test_transformers_counts_the_same(name):
 
 
 def test_megatron_builds_every_model_with_these_shapes(models):
-    """On the meta device: parameter names and shapes of the real GPTModel are those of the bridge's tables."""
-    [built] = run_distributed(build_all, 1, models)
-    for name, model in models.items():
+    """On the meta device: parameter names and shapes of the real GPTModel are those of the bridge's tables.
+
+    Three layers stand for all of them, because the layers of these models are alike.
+    """
+    assert all(alike_layers(model) and model.num_layers > 3 for model in models.values())
+    short = {name: dataclasses.replace(model, num_layers=3) for name, model in models.items()}
+    [built] = run_distributed(build_all, 1, short)
+    for name, model in short.items():
         assert built[name] == {key: megatron_shape(key, model) for key in megatron_names(model)}, name
 
 

@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bridge_models import save_tiny_model, tiny_model
+from bridge_models import LENGTHS, assert_converts_back, build_model, hf_weights, sequences, write_references
 from dist_utils import run_distributed
-from safetensors.torch import load_file
 
 from megatron_bridge.checkpoint import load_model, save_model, write_latest
-from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
-from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.zigzag import chunk_layout, padded_length, zigzag_rows
 
 MOE = ("qwen3_moe", "qwen3_mixed")
 KINDS = ("llama", *MOE)
-LENGTHS = [7, 1, 12, 4]
 TOLERANCE = 1e-4
 TP2: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 EP2: dict[str, Any] = {"ep": 2}
@@ -42,22 +38,7 @@ SAVED = [("qwen3_moe", EP2), ("qwen3_mixed", {**TP2, **EP2}), ("qwen3_moe", {**T
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    """For every kind: {kind}/hf and {kind}/td, fp32, and the logits of transformers for each sequence alone."""
-    root = tmp_path_factory.mktemp("parallel")
-    for kind in KINDS:
-        source = save_tiny_model(kind, root / kind / "hf")
-        model = model_args_from_hf(read_hf_config(source))
-        convert_hf_to_torch_dist(model, source, root / kind / "td", progress=False)
-        reference = tiny_model(kind)
-        with torch.no_grad():
-            logits = [reference(tokens[None]).logits[0] for tokens in sequences()]
-        torch.save(torch.cat(logits), root / kind / "logits.pt")
-    return root
-
-
-def sequences() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, 101, (length,), generator=generator) for length in LENGTHS]
+    return write_references(tmp_path_factory.mktemp("parallel"), KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +55,7 @@ def test_logits_and_exported_weights_equal_transformers(errors, world_size):
 
 @pytest.mark.parametrize("number", range(len(SAVED)))
 def test_checkpoints_of_any_expert_layout_convert_back_bit_equal(checkpoints, errors, number):
-    source, out = checkpoints / SAVED[number][0] / "hf", checkpoints / f"back{number}"
-    convert_torch_dist_to_hf(checkpoints / f"saved{number}", out, source, progress=False)
-    back, original = hf_weights(out), hf_weights(source)
-    assert back.keys() == original.keys()
-    assert all(torch.equal(back[name], original[name]) for name in original)
-
-
-def hf_weights(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
+    assert_converts_back(checkpoints / f"saved{number}", checkpoints / SAVED[number][0] / "hf")
 
 
 def test_zigzag_gives_every_row_to_one_rank_and_every_query_its_own_past():
@@ -112,7 +85,7 @@ def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
     errors: dict[str, float] = {}
     for kind, layout in LAYOUTS[world_size]:
         directory = Path(root) / kind
-        gpt, model = build(directory, **layout)
+        gpt, model = build_model(directory, **layout)
         load_model([gpt], directory / "td")
         errors[f"{kind} {layout}"] = largest_difference(gpt, model, torch.load(directory / "logits.pt"))
         check_weight_export(rank, gpt, model, directory)
@@ -124,24 +97,6 @@ def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
             dist.barrier()
         parallel_state.destroy_model_parallel()
     return errors
-
-
-def build(directory: Path, *, tp=1, pp=1, cp=1, ep=1, etp=1, sequence_parallel=False, first=None) -> tuple[Any, Any]:
-    from megatron.core import parallel_state
-
-    from megatron_bridge.model import build_gpt_model, init_parallel, transformer_config
-
-    init_parallel(tp, pp, cp, ep, etp)
-    model = model_args_from_hf(read_hf_config(directory / "hf"))
-    config = transformer_config(
-        model, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=sequence_parallel,
-        decoder_first_pipeline_num_layers=first,
-    )  # fmt: skip
-    gpt = build_gpt_model(
-        model, config, pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )  # fmt: skip
-    return gpt, model
 
 
 def largest_difference(gpt: Any, model: Any, expected: torch.Tensor) -> float:

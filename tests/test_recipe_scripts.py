@@ -35,7 +35,7 @@ def launch(tmp_path: Path, script: str, *extra: str, **environment: str) -> tupl
         env=clean,
         capture_output=True,
         check=True,
-        timeout=30,
+        timeout=300,
     )
     python_path, *arguments = done.stdout.decode().split("\0")[:-1]
     assert arguments[:2] == ["-m", "slime_retool.train"] and not done.stderr

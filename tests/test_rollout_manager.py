@@ -63,7 +63,7 @@ def test_an_error_of_the_rollout_function_is_raised_to_the_caller(tmp_path):
             manager.generate(0)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_closing_ends_a_rollout_that_is_still_running(tmp_path):
     manager = RolloutManager(make_config(tmp_path, "rollout_that_never_ends"), tokenizer=CharTokenizer())
     ended: list[BaseException] = []

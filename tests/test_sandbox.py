@@ -45,7 +45,7 @@ def in_box(use: Callable[[Sandbox], Awaitable[T]], policy: SandboxPolicy = POLIC
 
 def wait_until(condition: Callable[[], bool]) -> bool:
     """Poll for up to 20 seconds."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()

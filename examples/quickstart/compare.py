@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prepare import convert_command
 from run import FULL, SHORT, Quickstart
 
 from slime_retool.observe.metrics import read_metrics
@@ -48,8 +49,9 @@ class Comparison(Quickstart):
 
     def compare(self, names: list[str]) -> dict[str, Any]:
         self.out.mkdir(parents=True, exist_ok=True)
-        self._once("data", self._prepare)
-        self._once("base_torch_dist", lambda: self._stage("convert", self._convert()))
+        # More problems than one run uses: dynamic sampling drops groups.
+        self._once("data", lambda: self._write_inputs(4 * self._rl_rows()))
+        self._once("base_torch_dist", lambda: self._stage("convert", convert_command(self.out)))
         self._once("sft", lambda: self._stage("sft", self._sft()))
         for name in names:
             self._once(f"rl_{name}", lambda name=name: self._stage(name, self._rl_with(name)))
@@ -59,13 +61,6 @@ class Comparison(Quickstart):
         if not (self.out / folder / DONE).exists():
             work()
             (self.out / folder / DONE).touch()
-
-    def _prepare(self) -> None:
-        from base_model import write_base_model
-        from traces import write_all
-
-        write_base_model(self.out / "base", seed=self.seed)
-        write_all(self.out / "data", self.seed, self.size.sft_rows, 4 * self._rl_rows(), self.size.eval_rows)
 
     def _rl_with(self, name: str) -> list[str]:
         """Two optimizer steps per rollout, so that ratios and clips matter."""

@@ -14,31 +14,43 @@ import subprocess
 import sys
 from pathlib import Path
 
-from base_model import write_base_model
-from traces import write_all
-
-from megatron_bridge import flags
-from megatron_bridge.hf_config import model_args_from_hf
-
 ROOT = Path(__file__).resolve().parents[2]
 TRACKER = "latest_checkpointed_iteration.txt"
 """The last file of a torch_dist checkpoint to be written."""
 
 
-def prepare(out: Path, *, seed: int, sft_rows: int, rl_rows: int, eval_rows: int) -> None:
-    """Everything that a run on the tiny model starts from."""
-    out.mkdir(parents=True, exist_ok=True)
-    if not (out / "data" / "eval.jsonl").exists():
-        write_all(out / "data", seed, sft_rows, rl_rows, eval_rows)
-    if (out / "base_torch_dist" / TRACKER).exists():
-        return
+def write_inputs(out: Path, *, seed: int, sft_rows: int, rl_rows: int, eval_rows: int) -> None:
+    """The model, OUT/base (Hugging Face), and its problems, OUT/data."""
+    from base_model import write_base_model
+    from traces import write_all
+
     write_base_model(out / "base", seed=seed)
-    model = model_args_from_hf(json.loads((out / "base" / "config.json").read_text(encoding="utf-8")))
-    convert = [
-        sys.executable, str(ROOT / "tools" / "convert_hf_to_torch_dist.py"), *flags.to_flags(model), "--force",
+    write_all(out / "data", seed, sft_rows, rl_rows, eval_rows)
+
+
+def model_flags(out: Path) -> list[str]:
+    """The tiny model's architecture as the flags a `scripts/models/*.sh` array would hold."""
+    from megatron_bridge import flags
+    from megatron_bridge.hf_config import model_args_from_hf
+
+    return flags.to_flags(model_args_from_hf(json.loads((out / "base" / "config.json").read_text(encoding="utf-8"))))
+
+
+def convert_command(out: Path) -> list[str]:
+    """Converts OUT/base to OUT/base_torch_dist, also over what a stopped conversion left there."""
+    return [
+        sys.executable, str(ROOT / "tools" / "convert_hf_to_torch_dist.py"), *model_flags(out), "--force",
         "--hf-checkpoint", str(out / "base"), "--save", str(out / "base_torch_dist"),
     ]  # fmt: skip
-    subprocess.run(convert, check=True)
+
+
+def prepare(out: Path, *, seed: int, sft_rows: int, rl_rows: int, eval_rows: int) -> None:
+    """Everything that a run on the tiny model starts from."""
+    if (out / "data" / "eval.jsonl").exists() and (out / "base_torch_dist" / TRACKER).exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    write_inputs(out, seed=seed, sft_rows=sft_rows, rl_rows=rl_rows, eval_rows=eval_rows)
+    subprocess.run(convert_command(out), check=True)
 
 
 def main() -> None:

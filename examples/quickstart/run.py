@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from base_model import write_base_model
-from traces import write_all
+from prepare import convert_command, model_flags, write_inputs
 
 from slime_retool.observe.metrics import read_metrics
 
@@ -75,9 +74,8 @@ class Quickstart:
         """All stages in order. Returns the summary, which is also written to summary.json."""
         begin = time.monotonic()
         self._clean()
-        write_base_model(self.out / "base", seed=self.seed)
-        write_all(self.out / "data", self.seed, self.size.sft_rows, self._rl_rows(), self.size.eval_rows)
-        self._stage("convert", self._convert())
+        self._write_inputs(self._rl_rows())
+        self._stage("convert", convert_command(self.out))
         self._stage("eval", self._evaluate_base())
         self._stage("sft", self._sft())
         self._stage("rl", self._rl())
@@ -91,6 +89,12 @@ class Quickstart:
                 shutil.rmtree(path)
             elif path.exists():
                 path.unlink()
+
+    def _write_inputs(self, rl_rows: int) -> None:
+        size = self.size
+        write_inputs(
+            self.out, seed=self.seed, sft_rows=size.sft_rows, rl_rows=rl_rows, eval_rows=size.eval_rows
+        )  # fmt: skip
 
     def _rl_rows(self) -> int:
         return self.size.rl_prompts * self.size.rl_rollouts
@@ -106,22 +110,9 @@ class Quickstart:
             print(f"\nstage {name} failed (exit code {done.returncode}); its logs are in {self.out}", file=sys.stderr)
             raise SystemExit(1)
 
-    def _convert(self) -> list[str]:
-        return [
-            sys.executable, str(ROOT / "tools" / "convert_hf_to_torch_dist.py"), *self._model_flags(),
-            "--hf-checkpoint", str(self.out / "base"), "--save", str(self.out / "base_torch_dist"),
-        ]  # fmt: skip
-
-    def _model_flags(self) -> list[str]:
-        """The tiny model's architecture as the flags a `scripts/models/*.sh` array would hold."""
-        from megatron_bridge import flags
-        from megatron_bridge.hf_config import model_args_from_hf
-
-        return flags.to_flags(model_args_from_hf(json.loads((self.out / "base" / "config.json").read_text())))
-
     def _train(self, stage: str, *more: str) -> list[str]:
         return [
-            sys.executable, "-m", "slime_retool.train", *self._model_flags(),
+            sys.executable, "-m", "slime_retool.train", *model_flags(self.out),
             "--device", "cpu", "--seed", str(self.seed), "--rollout-seed", str(self.seed),
             "--output-dir", str(self.out / stage), *more,
         ]  # fmt: skip
