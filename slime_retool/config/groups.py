@@ -377,9 +377,9 @@ class PerfArgs:
     )
     attention_backend: str = flag(
         "auto",
-        choices=("auto", "flash_attn_4", "builtin"),
-        help="auto: flash-attn-4 on Hopper and Blackwell GPUs, where it is installed; builtin: Transformer Engine's, "
-        "or torch's varlen_attn in local layers.",
+        choices=("auto", "flash", "fused"),
+        help="flash: flash-attn-4 (Hopper and Blackwell GPUs); fused: Transformer Engine's cuDNN kernels, or torch's "
+        "varlen_attn in local layers; auto: flash where it runs. Not read on the CPU.",
     )
     use_distributed_optimizer: bool = flag(True, help="Shard optimizer state over data-parallel ranks.")
     recompute_granularity: str | None = flag(None, choices=("full", "selective"), help="Activation recomputation.")
@@ -404,9 +404,6 @@ class PerfArgs:
     hidden_dropout: float = flag(0.0, help="Hidden dropout (RL needs 0).")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Accumulate and reduce gradients in fp32.")
     attention_softmax_in_fp32: bool = flag(True, help="Attention softmax in fp32.")
-    attention_backend: str = flag(
-        "auto", choices=("auto", "flash", "fused", "unfused", "local"), help="Transformer Engine's attention kernel."
-    )
 
 
 @dataclass
