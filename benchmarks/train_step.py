@@ -163,7 +163,9 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
     tokens = sum(sample.length for sample in samples)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if on_gpu:
-        peak = torch.cuda.max_memory_allocated() / 2**30
+        # A step reports its own peak, and counts anew; a forward-only pass does not.
+        steps = [metrics.get("memory/trainer_peak_gib", 0.0) for _, _, metrics in done]
+        peak = max(*steps, torch.cuda.max_memory_allocated() / 2**30)
     flops = {
         strict: flops_of(config, samples, training=not case.forward_only, strict=strict) for strict in (False, True)
     }

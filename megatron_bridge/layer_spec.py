@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 TRANSFORMER_IMPLS = ("auto", "transformer_engine", "local")
-ATTENTION_BACKENDS = ("auto", "flash_attn_4", "builtin")
+ATTENTION_BACKENDS = ("auto", "flash", "fused")
 
 
 def resolve_transformer_impl(transformer_impl: str = "auto") -> str:
@@ -32,17 +32,18 @@ def resolve_transformer_impl(transformer_impl: str = "auto") -> str:
 
 
 def resolve_attention_backend(backend: str, *, impl: str, head_dim: int, cp: int, dtype: torch.dtype) -> str:
-    """`auto` -> `flash_attn_4` where it is installed and takes the model, else `builtin`.
+    """`auto` -> `flash` (flash-attn-4) where it is installed and takes the model, else `fused`.
 
     flash-attn-4 comes with SGLang. On a Hopper GPU it is 1.2 to 1.4 times as fast as cuDNN's kernels for packed
     sequences, which Transformer Engine calls, and twice as fast as torch's `varlen_attn` (docs/performance.md).
-    Raises ValueError for an unknown name, or for `flash_attn_4` where it cannot run.
+    The CPU has one kernel, whatever the name. Raises ValueError for an unknown name, or for `flash` on a GPU where it
+    cannot run.
     """
     if backend not in ATTENTION_BACKENDS:
         raise ValueError(f"--attention-backend {backend} is unknown: choose one of {', '.join(ATTENTION_BACKENDS)}")
-    if backend == "builtin":
-        return backend
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+    if backend == "fused" or not torch.cuda.is_available():
+        return "fused"
+    if torch.cuda.get_device_capability() < (9, 0):
         missing = "a Hopper or Blackwell GPU"
     elif importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
         missing = "the flash-attn-4 package"
@@ -53,10 +54,10 @@ def resolve_attention_backend(backend: str, *, impl: str, head_dim: int, cp: int
     elif cp > 1 and impl == "transformer_engine":
         missing = "--context-parallel-size 1 or --transformer-impl local"
     else:
-        return "flash_attn_4"
-    if backend == "flash_attn_4":
-        raise ValueError(f"--attention-backend flash_attn_4 needs {missing}: use auto or builtin")
-    return "builtin"
+        return "flash"
+    if backend == "flash":
+        raise ValueError(f"--attention-backend flash needs {missing}: use auto or fused")
+    return "fused"
 
 
 def block_spec(  # type: ignore[no-untyped-def]
@@ -65,7 +66,7 @@ def block_spec(  # type: ignore[no-untyped-def]
     """Megatron's `TransformerBlockSubmodules` for this pipeline stage (`parallel_state` must be initialised).
 
     `config` is a TransformerConfig; `with_experts` says of every layer of the whole model whether its MLP is a mixture
-    of experts; `transformer_impl` is `local` or `transformer_engine`, `attention_backend` `flash_attn_4` or `builtin`.
+    of experts; `transformer_impl` is `local` or `transformer_engine`, `attention_backend` `flash` or `fused`.
     """
     # Megatron warns about every optional package that is not there; the choice made here is deliberate.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -113,7 +114,7 @@ def block_spec(  # type: ignore[no-untyped-def]
         made = megatrons(experts)
         attention = made.submodules.self_attention
         attention.module = PackedSelfAttention
-        if transformer_impl == "local" or attention_backend == "flash_attn_4":
+        if transformer_impl == "local" or attention_backend == "flash":
             attention.submodules.core_attention = PackedCoreAttention
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = (
             HeadNorm if config.qk_layernorm else IdentityOp

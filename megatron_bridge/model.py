@@ -212,7 +212,7 @@ def build_gpt_model(
     )
     _set_rotary(gpt, model, config)
     _set_activation(gpt)
-    if attention == "flash_attn_4":
+    if attention == "flash":
         for layer in gpt.decoder.layers:
             layer.self_attention.core_attention.with_flash_attn_4 = True
     if gradient_accumulation_fusion and impl == "transformer_engine":

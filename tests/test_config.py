@@ -360,3 +360,8 @@ def test_dry_run_prints_flags_that_parse_to_the_same_configuration(run_args):
     assert done.returncode == 0, done.stderr
     tokens = done.stdout.replace("\\\n", " ").split()
     assert parse_config(tokens[3:]) == checked(run_args | {"--dry-run": None})
+
+
+def test_every_flag_is_declared_in_one_group():
+    names = [name for group in Config.__mro__[1:] for name in group.__dict__.get("__annotations__", {})]
+    assert sorted(names) == sorted(set(names))

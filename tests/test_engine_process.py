@@ -17,7 +17,7 @@ from sglang_utils import engine_config, processes_with
 from slime_retool.config import Config
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.process import ServerError, SupervisedProcess, free_ports, port_was_taken
-from slime_retool.engine.server import check_server_flags, server_environment, server_flags
+from slime_retool.engine.server import GATHER_PREFILLS, check_server_flags, server_environment, server_flags
 from slime_retool.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,6 +156,23 @@ def test_a_gpu_engine_leaves_backends_to_sglang_and_takes_the_devices_given(tmp_
     assert flags["--tp-size"] == ["2"] and flags["--mem-fraction-static"] == ["0.7"]
     assert not {"--device", "--attention-backend", "--dtype", "--max-total-tokens"} & set(flags)
     assert server_environment(config, [4, 5])["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+def test_gpu_engines_gather_prefills_unless_told_otherwise(tmp_path: Path):
+    def flags(**values: object) -> dict[str, list[str]]:
+        return server_flags(Config(device="cuda", **values), model_path=str(tmp_path))
+
+    assert flags().items() >= GATHER_PREFILLS.items()
+    given = {"--prefill-delayer-max-delay-ms": ["100"]}
+    assert flags(sglang_server_flags=given)["--prefill-delayer-max-delay-ms"] == ["100"]
+    for off in (
+        {"sglang_gather_prefills": False},
+        {"sglang_server_concurrency": 2048},
+        {"sglang_server_flags": {"--disable-overlap-schedule": []}},
+        {"sglang_server_flags": {"--max-running-requests": ["64"]}},
+    ):
+        assert not GATHER_PREFILLS.keys() & flags(**off).keys()
+    assert not GATHER_PREFILLS.keys() & server_flags(Config(device="cpu"), model_path=str(tmp_path)).keys()
 
 
 def test_the_context_is_never_longer_than_the_models_positions(tmp_path: Path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_bridge import layer_spec
 from megatron_bridge.fused import split_norm_rotate, swiglu
 from megatron_bridge.layer_spec import resolve_attention_backend
 
@@ -52,13 +53,26 @@ def test_swiglu_is_silu_of_the_first_half_times_the_second() -> None:
     torch.testing.assert_close(swiglu(x), (gate / (1 + (-gate).exp()) * up).float())
 
 
-def test_flash_attn_4_is_chosen_only_where_it_runs() -> None:
-    model = {"impl": "local", "head_dim": 128, "cp": 1, "dtype": torch.bfloat16}
-    assert resolve_attention_backend("auto", **model) == "builtin"  # no GPU here
-    with pytest.raises(ValueError, match="flash_attn_4 needs a Hopper"):
-        resolve_attention_backend("flash_attn_4", **model)
-    with pytest.raises(ValueError, match="unknown: choose one of auto, flash_attn_4, builtin"):
-        resolve_attention_backend("fa4", **model)
+def test_flash_attn_4_is_chosen_only_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(backend: str, **changed: object) -> str:
+        model = {"impl": "local", "head_dim": 128, "cp": 1, "dtype": torch.bfloat16}
+        return resolve_attention_backend(backend, **{**model, **changed})  # type: ignore[arg-type]
+
+    assert [resolve(name) for name in ("auto", "flash", "fused")] == ["fused"] * 3  # the CPU
+    with pytest.raises(ValueError, match="fa4 is unknown: choose one of auto, flash, fused"):
+        resolve("fa4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(layer_spec.importlib.util, "find_spec", lambda name: object())
+    assert [resolve(name) for name in ("auto", "flash", "fused")] == ["flash", "flash", "fused"]
+    assert resolve("auto", impl="transformer_engine", cp=2) == resolve("auto", head_dim=256) == "fused"
+    with pytest.raises(ValueError, match="--attention-backend flash needs --precision bf16"):
+        resolve("flash", dtype=torch.float32)
+    monkeypatch.setattr(layer_spec.importlib.util, "find_spec", lambda name: None)
+    assert resolve("auto") == "fused"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ValueError, match="needs a Hopper or Blackwell GPU: use auto or fused"):
+        resolve("flash")
 
 
 KERNELS = """

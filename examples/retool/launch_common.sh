@@ -67,7 +67,6 @@ launch() {
     --hidden-dropout 0.0
     --accumulate-allreduce-grads-in-fp32
     --attention-softmax-in-fp32
-    --attention-backend flash
   )
   exec "${PYTHON}" -m slime_retool.train \
     ${MODEL_ARGS[@]+"${MODEL_ARGS[@]}"} \

@@ -377,9 +377,9 @@ class PerfArgs:
     )
     attention_backend: str = flag(
         "auto",
-        choices=("auto", "flash_attn_4", "builtin"),
-        help="auto: flash-attn-4 on Hopper and Blackwell GPUs, where it is installed; builtin: Transformer Engine's, "
-        "or torch's varlen_attn in local layers.",
+        choices=("auto", "flash", "fused"),
+        help="flash: flash-attn-4 (Hopper and Blackwell GPUs); fused: Transformer Engine's cuDNN kernels, or torch's "
+        "varlen_attn in local layers; auto: flash where it runs. Not read on the CPU.",
     )
     use_distributed_optimizer: bool = flag(True, help="Shard optimizer state over data-parallel ranks.")
     recompute_granularity: str | None = flag(None, choices=("full", "selective"), help="Activation recomputation.")
@@ -404,9 +404,6 @@ class PerfArgs:
     hidden_dropout: float = flag(0.0, help="Hidden dropout (RL needs 0).")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Accumulate and reduce gradients in fp32.")
     attention_softmax_in_fp32: bool = flag(True, help="Attention softmax in fp32.")
-    attention_backend: str = flag(
-        "auto", choices=("auto", "flash", "fused", "unfused", "local"), help="Transformer Engine's attention kernel."
-    )
 
 
 @dataclass
@@ -416,6 +413,11 @@ class SglangArgs:
     sglang_mem_fraction_static: float | None = flag(None, help="Share of device memory for weights and KV cache.")
     sglang_server_concurrency: int = flag(512, help="Requests in flight per engine.")
     sglang_startup_timeout: float = flag(600.0, help="Seconds an engine may take to become healthy.")
+    sglang_gather_prefills: bool = flag(
+        True,
+        help="On GPUs, engines let requests wait (at most a quarter of a second) until a twelfth as many as are "
+        "decoding can be prefilled at once: each prefill interrupts decoding, and every turn brings one.",
+    )
     sglang_max_total_tokens: int | None = flag(
         None, help="Tokens in the KV cache (default on the CPU: what the batch of samples needs)."
     )

@@ -461,10 +461,6 @@ def _check_precision(config: Config) -> None:
             config.transformer_impl != "transformer_engine",
             "--transformer-impl transformer_engine needs GPUs; on the CPU use local",
         )
-        _require(
-            config.attention_backend != "flash_attn_4",
-            "--attention-backend flash_attn_4 needs GPUs; on the CPU use auto",
-        )
     for flag, value in (
         ("--attention-dropout", config.attention_dropout),
         ("--hidden-dropout", config.hidden_dropout),

@@ -30,6 +30,12 @@ CPU_FLAGS: Flags = {
     "--skip-server-warmup": [],
     "--mem-fraction-static": ["0.1"],
 }
+# Turns end one at a time. Prefilling each at once stops decoding dozens of times a second (docs/performance.md).
+GATHER_PREFILLS: Flags = {
+    "--enable-prefill-delayer": [],
+    "--prefill-delayer-queue-min-ratio": ["0.08"],
+    "--prefill-delayer-max-delay-ms": ["250"],
+}
 CPU_KV_TOKENS = 65_536
 """Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
 STOP_GRACE = 3.0
@@ -107,6 +113,8 @@ def server_flags(config: Config, *, model_path: str, rank: int = 0) -> Flags:
     """
     _check_owned(config)
     flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)
+    if _gathers_prefills(config):
+        flags |= GATHER_PREFILLS
     flags |= config.sglang_server_flags
     flags |= {
         "--model-path": [model_path],
@@ -124,6 +132,21 @@ def server_flags(config: Config, *, model_path: str, rank: int = 0) -> Flags:
     if (tokens := kv_tokens(config)) is not None:
         flags["--max-total-tokens"] = [str(tokens)]
     return flags
+
+
+def _gathers_prefills(config: Config) -> bool:
+    """Whether SGLang's delayer may hold prefills back: it is part of overlapped scheduling.
+
+    It also holds them back while fewer requests may join than its largest prefill had, however long that lasts. With
+    the 2,048 that may run by default and no more than half as many in flight this never happens.
+    """
+    given = config.sglang_server_flags
+    return (
+        config.on_cuda
+        and config.sglang_gather_prefills
+        and config.sglang_server_concurrency <= 1024
+        and not {"--disable-overlap-schedule", "--max-running-requests"} & given.keys()
+    )
 
 
 def kv_tokens(config: Config) -> int | None:

@@ -29,6 +29,11 @@ class Card:
     host_link: float
     """Page-locked host memory to the device, bytes per second in one direction: PCIe 4 (A100) or 5, x16."""
 
+    @property
+    def has_flash_attn_4(self) -> bool:
+        """Its kernels are for Hopper and later."""
+        return not self.name.startswith("A100")
+
 
 CARDS = {
     "a100": Card("A100 80GB SXM", 81_920 * MIB, 312e12, 2.0e12, 300e9, 25e9, 22e9),
@@ -49,16 +54,18 @@ def card_of_device(name: str) -> Card | None:
 
 
 GEMM_SHARE = 0.68
-"""Of the peak, large bf16 matrix products of real values: fitted to the train steps of docs/performance.md. The
-card's own matrix rate there, about 790 of 989 TFLOP/s, is that of long runs of one product."""
+"""Of the peak, the matrix products of a train step with real values: 670 to 790 TFLOP/s were measured alone at the 4B
+shapes on an H200, less within a step, where the card draws its full power; chosen on the 4B row of docs/performance.md
+and checked on the others."""
 EXPERT_GEMM_SHARE = 0.5
 """The same of grouped products over many experts. An assumption: not measured here."""
-ATTENTION_FORWARD_SHARE, ATTENTION_BACKWARD_SHARE = 0.50, 0.36
-"""Of the peak, fused causal attention over packed sequences, counting half of the square. FlashAttention-3
-(https://arxiv.org/abs/2407.08608, figures 5 and 6) reaches 0.4 to 0.65 forward and 0.35 to 0.55 backward at 1k to
-8k."""
-LOCAL_SHARE = 0.7
-"""Of the rate with Transformer Engine, layers without it: fitted to the 0.6B row of docs/performance.md."""
+ATTENTION_SHARES = {"flash_attn_4": (0.57, 0.39), "transformer_engine": (0.49, 0.30), "local": (0.28, 0.19)}
+"""Of the peak, causal attention over packed sequences, forward and backward, counting half of the square and for the
+backward twice the forward: flash-attn-4, cuDNN (Transformer Engine) and torch's varlen_attn, measured with the length
+mix of benchmarks/train_step.py on an H200 (docs/performance.md)."""
+LOCAL_SHARE = 0.85
+"""Of the rate with Transformer Engine, layers without it, attention apart: fitted to the 0.6B row of
+docs/performance.md."""
 BANDWIDTH_SHARE = 0.8
 """Of the datasheet's device-memory bandwidth that long copies and elementwise kernels reach (a usual STREAM figure)."""
 LINK_SHARE = 0.7

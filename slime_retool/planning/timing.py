@@ -29,8 +29,7 @@ from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
 from slime_retool.config import Config
 from slime_retool.planning.activations import BF16, FP32, expert_imbalance, mean_over_layers, splits_sequence
 from slime_retool.planning.cards import (
-    ATTENTION_BACKWARD_SHARE,
-    ATTENTION_FORWARD_SHARE,
+    ATTENTION_SHARES,
     BANDWIDTH_SHARE,
     EXPERT_GEMM_SHARE,
     GEMM_SHARE,
@@ -119,14 +118,24 @@ def layer_pass(config: Config, card: Card, attended: float) -> Pass:
         mean_over_layers(config, dense.backward, mixture.backward),
     )
     scores = 2 * w.queries / tp * attended / card.peak_flops
-    core = Pass(scores / ATTENTION_FORWARD_SHARE, 2 * scores / ATTENTION_BACKWARD_SHARE)
-    total = attention + mlp + core + _elementwise(config, card)
+    forward_share, backward_share = ATTENTION_SHARES[_attention_kernel(config, card)]
+    total = attention + mlp + _elementwise(config, card)
     if config.transformer_impl == "local":
         total = total.times(1 / LOCAL_SHARE)
+    total += Pass(scores / forward_share, 2 * scores / backward_share)
     total += _layer_traffic(config, card)
     if config.lora is not None:
         total += _adapters(config, card)
     return total
+
+
+def _attention_kernel(config: Config, card: Card) -> str:
+    """What `layer_spec.resolve_attention_backend` takes where all packages are installed; a key of ATTENTION_SHARES."""
+    impl = "local" if config.transformer_impl == "local" else "transformer_engine"
+    ring = config.context_parallel_size > 1 and impl == "transformer_engine"
+    if config.attention_backend == "fused" or ring or not card.has_flash_attn_4:
+        return impl
+    return "flash_attn_4"
 
 
 def _matrices(card: Card, shapes: list[tuple[float, float]], *, frozen: bool, share: float = GEMM_SHARE) -> Pass:
