@@ -64,7 +64,7 @@ ATTENTION_SHARES = {"flash_attn_4": (0.57, 0.39), "transformer_engine": (0.49, 0
 backward twice the forward: flash-attn-4, cuDNN (Transformer Engine) and torch's varlen_attn, measured with the length
 mix of benchmarks/train_step.py on an H200 (docs/performance.md)."""
 LOCAL_SHARE = 0.85
-"""Of the rate with Transformer Engine, layers without it, attention apart: fitted to the 0.6B row of
+"""Of the rate with Transformer Engine, layers without it, attention apart: chosen on the 0.6B row of
 docs/performance.md."""
 BANDWIDTH_SHARE = 0.8
 """Of the datasheet's device-memory bandwidth that long copies and elementwise kernels reach (a usual STREAM figure)."""
