@@ -68,14 +68,16 @@ class Case:
         return self.tp * self.pp * self.cp * self.dp
 
 
+KEEP_LOGITS = ("--keep-logits-gib", "20")
+"""Where the card has room for all logits of a micro-batch."""
 CASES = {
     case.name: case
     for case in (
         Case("train_mfu_4b", "qwen3-4B"),
-        Case("train_mfu_4b_recompute", "qwen3-4B", recompute="full"),
+        Case("train_mfu_4b_recompute", "qwen3-4B", recompute="full", flags=KEEP_LOGITS),
         Case("logprob_mfu_4b", "qwen3-4B", forward_only=True),
-        Case("train_mfu_1.7b", "qwen3-1.7B", max_tokens_per_gpu=32768),
-        Case("train_mfu_0.6b_local", "qwen3-0.6B", transformer_impl="local"),
+        Case("train_mfu_1.7b", "qwen3-1.7B", max_tokens_per_gpu=32768, flags=KEEP_LOGITS),
+        Case("train_mfu_0.6b_local", "qwen3-0.6B", transformer_impl="local", flags=KEEP_LOGITS),
     )
 }
 
@@ -163,7 +165,9 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
     tokens = sum(sample.length for sample in samples)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if on_gpu:
-        peak = torch.cuda.max_memory_allocated() / 2**30
+        # A step reports its own peak, and counts anew; a forward-only pass does not.
+        steps = [metrics.get("memory/trainer_peak_gib", 0.0) for _, _, metrics in done]
+        peak = max(*steps, torch.cuda.max_memory_allocated() / 2**30)
     flops = {
         strict: flops_of(config, samples, training=not case.forward_only, strict=strict) for strict in (False, True)
     }
@@ -236,10 +240,10 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
         for name in Case.__dataclass_fields__
         if name not in ("name", "flags") and args.__dict__[name] is not None
     }
-    given["flags"] = tuple(args.flags)
+    flags = tuple(args.flags)
     if args.model is not None:
-        return [Case(**given)]
-    return [replace(CASES[name], **given) for name in args.cases]
+        return [Case(**given, flags=flags)]
+    return [replace(CASES[name], **given, flags=(*CASES[name].flags, *flags)) for name in args.cases]
 
 
 def build_parser() -> argparse.ArgumentParser:

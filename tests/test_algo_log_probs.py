@@ -13,6 +13,7 @@ import torch
 from dist_utils import run_distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slime_retool.algo import log_probs as module
 from slime_retool.algo import losses
 from slime_retool.algo.log_probs import linear_log_probs
 
@@ -120,6 +121,38 @@ def test_nan_at_positions_the_loss_does_not_read_reaches_nothing(positions: list
     assert hidden.grad is not None and weight.grad is not None
     assert torch.isfinite(loss) and torch.isfinite(weight.grad).all() and torch.isfinite(hidden.grad).all()
     assert torch.all(hidden.grad[1] == 0)
+
+
+@pytest.mark.parametrize("chunks_kept", [1, 2, 99])
+def test_kept_logits_give_the_same_gradients_without_a_second_product(
+    chunks_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, targets, a, b = _inputs()
+    hidden[0] = float("nan")
+    a[0] = b[0] = 0.0
+    chunks, products = -(-T // 2), []
+    whole = module._logits
+
+    def counted(*args: torch.Tensor) -> torch.Tensor:
+        products.append(1)
+        return whole(*args)
+
+    monkeypatch.setattr(module, "_logits", counted)
+
+    def gradients(keep_bytes: int) -> list[torch.Tensor]:
+        products.clear()
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        log_probs, entropy = linear_log_probs(
+            *inputs, targets, vocab_size=V, with_entropy=True, chunk_size=2, keep_bytes=keep_bytes
+        )
+        (a * log_probs + b * entropy)[1:].sum().backward()
+        return [x.grad for x in inputs if x.grad is not None]
+
+    want = gradients(0)
+    assert len(products) == 2 * chunks and all(torch.isfinite(grad).all() for grad in want)
+    got = gradients(chunks_kept * 2 * V * 4)
+    assert len(products) == 2 * chunks - min(chunks_kept, chunks)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 def test_bf16_inputs_get_bf16_gradients_and_fp32_values() -> None:

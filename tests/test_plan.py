@@ -12,7 +12,7 @@ from test_model_scripts import PUBLISHED, source
 
 from slime_retool.cli import main
 from slime_retool.config import Config
-from slime_retool.planning.cards import CARDS
+from slime_retool.planning.cards import CARDS, GEMM_SHARE
 from slime_retool.planning.changes import changes_that_fit
 from slime_retool.planning.memory import GIB, host_memory, stage_memory, trainer_memory
 from slime_retool.planning.parameters import active_parameters, stage_layers, stage_parameters, total_parameters
@@ -258,6 +258,22 @@ def test_recomputation_adapters_and_stages_cost_what_their_operations_say():
     lora = train_seconds(config_of("qwen3-8B", **options, lora_rank=16), card, load)
     assert 1.25 * plain < full < 4 / 3 * plain
     assert 0.65 * plain < lora < 0.85 * plain
+
+
+def test_kept_logits_cost_their_bytes_and_save_a_product():
+    """1.7B: 151,936 columns of 4 bytes for each learned token, 2 x 2,048 x 151,936 operations to make them again."""
+    workload = Workload.from_lengths([4096] * 4, 4 * 4096)
+    plain, all_kept, half = (
+        config_of("qwen3-1.7B", use_dynamic_batch_size=True, max_tokens_per_gpu=16384, keep_logits_gib=gib)
+        for gib in (0.0, 100.0, 16384 * 151_936 * 2 / GIB)
+    )
+    size = 16384 * 151_936 * 4
+    memory = [trainer_memory(config, workload).logits for config in (plain, half, all_kept)]
+    assert memory[2] - memory[1] == pytest.approx(size / 2, rel=1e-3)
+    seconds = [train_seconds(config, CARDS["h200"], workload) for config in (plain, half, all_kept)]
+    product = 16384 * 2 * 2048 * 151_936 / (CARDS["h200"].peak_flops * GEMM_SHARE)
+    assert seconds[0] - seconds[2] == pytest.approx(product, rel=1e-3)
+    assert seconds[0] - seconds[1] == pytest.approx(product / 2, rel=1e-3)
 
 
 def test_a_further_micro_batch_costs_the_slowest_stage_and_the_first_one_all_of_them():

@@ -2,7 +2,8 @@
 
 T positions, N of them read, H hidden size, V vocabulary columns on this tensor-parallel rank. The output layer's
 product with the hidden states is made for `chunk_size` positions at a time, in forward and again in backward, so
-memory grows with T * H, never with T * V. Softmax is in fp32, and so are the logits of bf16 weights on a GPU.
+memory grows with T * H, never with T * V, unless there is room to keep some. Softmax is in fp32, and so are the logits
+of bf16 weights on a GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def linear_log_probs(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk_size: int | None = None,
+    keep_bytes: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that distribution.
 
@@ -38,6 +40,7 @@ def linear_log_probs(
     Rows from `vocab_size` on are padding: they take no part and get no gradient. `positions` are the positions
     that the caller reads (None: all): nothing is computed for the others, whose results are 0 and whose hidden states
     may be NaN. With `sequence_parallel` the ranks of the group hold consecutive parts of the hidden states.
+    `keep_bytes` is memory for logits that the backward then need not make again, chunk by chunk from the first.
 
     Returns (log_probs [T], entropy [T]), fp32, the same on every rank of the group; entropy is zeros without
     `with_entropy`. Both are differentiable, given that every rank of the group computes the same loss from them.
@@ -54,6 +57,7 @@ def linear_log_probs(
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, targets, positions, vocab_size, 1.0 / temperature, with_entropy,
         tp_group if tp > 1 else None, sequence_parallel and tp > 1, chunk_size,
+        keep_bytes if torch.is_grad_enabled() else 0,
     )  # fmt: skip
     return log_probs, entropy
 
@@ -63,7 +67,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, positions: Tensor | None, vocab_size: int,
         inverse_temperature: float, with_entropy: bool, group: dist.ProcessGroup | None, sequence_parallel: bool,
-        chunk_size: int,
+        chunk_size: int, keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.sequence_parallel, ctx.group = hidden.shape, sequence_parallel, group
@@ -77,11 +81,17 @@ class _LinearLogProbs(torch.autograd.Function):
         real = max(0, min(len(weight), vocab_size - start))  # rows of this rank that are not padding
         local = torch.where((targets >= start) & (targets < start + real), targets - start, -1)
         sums = torch.empty((4, len(hidden)), dtype=torch.float32, device=hidden.device)
+        kept: list[Tensor] = []
         for begin in range(0, len(hidden), chunk_size):
             part = slice(begin, begin + chunk_size)
             logits = _logits(hidden[part], weight[:real])
+            keep_bytes -= logits.nbytes
+            if keep_bytes >= 0:
+                kept.append(logits if logits.is_cuda else logits.clone())  # the CPU's row_sums overwrites them
             sums[:, part] = row_sums(logits, local[part], inverse_temperature, with_entropy)
             del logits
+        # Neither inputs nor outputs: autograd has no part in them.
+        ctx.kept = kept
         top = sums[0]
         if group is not None:
             top = sums[0].clone()
@@ -130,14 +140,15 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.main_grad is None else ctx.main_grad
         for begin in range(0, len(hidden), ctx.chunk_size):
             part = slice(begin, begin + ctx.chunk_size)
+            logits = ctx.kept.pop(0) if ctx.kept else _logits(hidden[part], rows)
             grad = logits_gradient(
-                _logits(hidden[part], rows), local[part], log_sums[part], entropy[part], by_log_prob[part],
+                logits, local[part], log_sums[part], entropy[part], by_log_prob[part],
                 None if by_entropy is None else by_entropy[part], ctx.inverse_temperature, hidden.dtype,
             )  # fmt: skip
             torch.mm(grad, rows, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_product(grad_weight[: ctx.real], grad.t(), hidden[part])
-            del grad
+            del logits, grad
         if positions is not None:
             total = ctx.shape[0] * (ctx.group.size() if ctx.sequence_parallel else 1)
             grad_hidden = grad_hidden.new_zeros((total, ctx.shape[1])).index_copy_(0, positions, grad_hidden)
@@ -151,7 +162,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight)
         elif grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 8
+        return grad_hidden, grad_weight, *[None] * 9
 
 
 def _main_grad(weight: Tensor) -> Tensor | None:

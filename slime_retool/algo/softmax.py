@@ -49,6 +49,7 @@ def logits_gradient(
 
     With p = softmax(z), H = -sum_j p_j log p_j, and t the target:
     d log p_t / d z_j = [j = t] - p_j;  d H / d z_j = -p_j (log p_j + H).
+    A row with no gradient gives 0, whatever its logits are: 0 * NaN would be NaN.
     """
     if logits.is_cuda:
         from slime_retool.algo.softmax_triton import logits_gradient_cuda
@@ -66,4 +67,5 @@ def logits_gradient(
         factor = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])
         grad = p.mul_(factor).neg_()
     grad.scatter_add_(1, local.clamp(min=0)[:, None], grad_log_probs.masked_fill(local < 0, 0.0)[:, None])
-    return grad.mul_(inverse_temperature).to(dtype)
+    unread = grad_log_probs == 0 if grad_entropy is None else (grad_log_probs == 0) & (grad_entropy == 0)
+    return grad.mul_(inverse_temperature).masked_fill_(unread[:, None], 0.0).to(dtype)

@@ -66,6 +66,10 @@ def _gradient(
     if WITH_ENTROPY:
         factor = of_log_prob + tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
     grad = tl.where(columns == tl.load(local + row), of_log_prob, 0.0) - tl.exp(log_p) * factor
+    unread = of_log_prob == 0.0
+    if WITH_ENTROPY:
+        unread = unread & (tl.load(grad_entropy + row) == 0.0)
+    grad = tl.where(unread, 0.0, grad)
     tl.store(out + offsets, (grad * inverse_temperature).to(out.dtype.element_ty), mask=inside)
 
 

@@ -395,6 +395,11 @@ class PerfArgs:
     overlap_param_gather: bool = flag(
         False, help="Gather the distributed optimizer's parameters during the next forward."
     )
+    keep_logits_gib: float = flag(
+        0.0,
+        help="Memory of a micro-batch's logits that are kept for the backward pass (4 bytes for each learned token and "
+        "vocabulary entry of a rank); the others are computed again.",
+    )
     use_precision_aware_optimizer: bool = flag(
         False, help="Keep master weights as bf16 and 16 further bits (exact; saves 2 bytes a parameter; needs TE)."
     )

@@ -461,6 +461,7 @@ def _check_precision(config: Config) -> None:
             config.transformer_impl != "transformer_engine",
             "--transformer-impl transformer_engine needs GPUs; on the CPU use local",
         )
+    _require(config.keep_logits_gib >= 0, f"--keep-logits-gib must be at least 0, got {config.keep_logits_gib}")
     for flag, value in (
         ("--attention-dropout", config.attention_dropout),
         ("--hidden-dropout", config.hidden_dropout),

@@ -130,7 +130,9 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
     # The embedding's (or the former stage's) output, and behind the last layer the final norm's input and output.
     ends = layer_input_bytes(config) * (1 + 2 * (stage == pp - 1))
     backward = tokens * (remade + layer_backward_bytes(config))
-    logits = _logits_bytes(config, tokens, workload.learned) if stage == pp - 1 else 0.0
+    last = stage == pp - 1
+    logits = _log_prob_bytes(config, tokens, workload.learned) if last else 0.0
+    kept_logits = kept_logits_share(config, tokens * workload.learned) * logits_bytes(config, tokens * workload.learned)
     weights, gradients, optimizer = _state_bytes(config, stage, layers)
     on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
     return TrainerMemory(
@@ -140,7 +142,7 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
         host_optimizer=on_host,
         critic=_critic_bytes(config, stage, layers),
         activations=int(in_flight * tokens * (kept + ends) + backward),
-        logits=int(max(0.0, logits - backward)),
+        logits=int(max(0.0, logits + last * kept_logits - backward)),
     )
 
 
@@ -178,7 +180,18 @@ def _critic_bytes(config: Config, stage: int, layers: int) -> int:
     return whole - parameters * (element_bytes(config) + FP32 + 3 * FP32 // shards)
 
 
-def _logits_bytes(config: Config, tokens: float, learned: float) -> float:
+def logits_bytes(config: Config, rows: float) -> float:
+    """All logits of so many learned tokens on a rank, in fp32."""
+    tp = config.tensor_model_parallel_size
+    return FP32 * rows * padded_vocab_size(config, tp) / tp
+
+
+def kept_logits_share(config: Config, rows: float) -> float:
+    """Of the logits of a micro-batch with so many learned tokens, what --keep-logits-gib keeps."""
+    return min(1.0, config.keep_logits_gib * GIB / max(1.0, logits_bytes(config, rows)))
+
+
+def _log_prob_bytes(config: Config, tokens: float, learned: float) -> float:
     """Of `algo.log_probs` in its backward: a chunk's logits and their gradient, hidden states in four versions (the
     learned rows, masked, their gradient, that of all rows), or, once the chunks are gone, zeros for the weight."""
     tp, width = config.tensor_model_parallel_size, element_bytes(config)

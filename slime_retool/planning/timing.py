@@ -40,7 +40,7 @@ from slime_retool.planning.cards import (
     STEP_SECONDS,
     Card,
 )
-from slime_retool.planning.memory import layers_of_stages, micro_batches
+from slime_retool.planning.memory import kept_logits_share, layers_of_stages, micro_batches
 from slime_retool.planning.parameters import (
     adapter_parameters,
     all_expert_parameters,
@@ -99,7 +99,7 @@ def stage_passes(config: Config, card: Card, workload: Workload, count: int, *, 
         layer.backward += share * layer.forward
     stages = [layer.times(layers) for layers in layers_of_stages(config)]
     if logits:
-        stages[-1] += output_pass(config, card).times(tokens * workload.learned)
+        stages[-1] += output_pass(config, card, tokens * workload.learned)
     if pp > 1:
         sent = tokens * BF16 * required(config, "hidden_size") / (_sequence_split(config))
         send = PIPELINE_SEND_SECONDS + sent / (_link(config, card, config.world_size) * LINK_SHARE)
@@ -195,13 +195,15 @@ def _layer_traffic(config: Config, card: Card) -> Pass:
     return tensor + Pass(keys, 2 * keys)
 
 
-def output_pass(config: Config, card: Card) -> Pass:
-    """One learned token in the output layer and its softmax."""
+def output_pass(config: Config, card: Card, rows: float) -> Pass:
+    """The output layer and its softmax for the learned tokens of a micro-batch."""
     tp = config.tensor_model_parallel_size
     columns = padded_vocab_size(config, tp) / tp
     product = 2 * required(config, "hidden_size") * columns / (card.peak_flops * GEMM_SHARE)
     moved = columns / (card.bandwidth * BANDWIDTH_SHARE)
-    return Pass(product + 8 * moved, (2 if config.lora is not None else 3) * product + 14 * moved)
+    again = 1 - kept_logits_share(config, rows)
+    backward = (again + (1 if config.lora is not None else 2)) * product + 14 * moved
+    return Pass(product + 8 * moved, backward).times(rows)
 
 
 def _reduce_seconds(config: Config, card: Card, last_backward: float) -> float:

@@ -121,6 +121,7 @@ class Actor(ModelRole):
             with_entropy=with_entropy,
             tp_group=self.tp_group,
             sequence_parallel=self.model_config.sequence_parallel,
+            keep_bytes=int(self.config.keep_logits_gib * 2**30),
         )
 
     # Checkpoints
