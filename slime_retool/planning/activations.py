@@ -12,7 +12,8 @@ https://arxiv.org/abs/2205.05198, for gated MLPs and fused attention):
     experts     n (h + 3 e)    instead: what reaches the experts, and the same of each; with etp > 1 n (etp h + 3 e)
                 2 h            and the norm is a module of its own, whose output the router and the dispatcher keep
     softmax     heads          log-sums, fp32
-    local       2 h            what layers without Transformer Engine keep beyond that (fitted: docs/performance.md)
+
+Layers without Transformer Engine keep the same: norms save their input, and both kinds share `megatron_bridge.fused`.
 
 Expert-parallel ranks get tokens as the router likes (nothing balances it): the fullest rank is taken to get
 `EXPERT_IMBALANCE` times its share.
@@ -63,8 +64,7 @@ def layer_bytes(config: Config) -> float:
     mlp = mean_over_layers(
         config, width * 3 * w.ffn / tp, width * _expert_width(config) + 2 * layer_input_bytes(config)
     )
-    residual = (6 if config.transformer_impl == "local" else 4) * layer_input_bytes(config)
-    return residual + width * attention / tp + FP32 * w.heads / tp + mlp
+    return 4 * layer_input_bytes(config) + width * attention / tp + FP32 * w.heads / tp + mlp
 
 
 def layer_backward_bytes(config: Config) -> float:

@@ -61,10 +61,10 @@ EXPERT_GEMM_SHARE = 0.5
 """The same of grouped products over many experts. An assumption: not measured here."""
 ATTENTION_SHARES = {"flash_attn_4": (0.57, 0.39), "transformer_engine": (0.49, 0.30), "local": (0.28, 0.19)}
 """Of the peak, causal attention over packed sequences, forward and backward, counting half of the square and for the
-backward twice the forward: flash-attn-4, cuDNN (Transformer Engine) and torch's varlen_attn, measured with the length
-mix of benchmarks/train_step.py on an H200 (docs/performance.md)."""
+backward twice the forward: flash-attn-4, cuDNN (Transformer Engine) and torch's varlen_attn, about the mean measured on
+an H200 over the length mix of benchmarks/train_step.py in 16k and in 32k tokens, with 32 and with 16 heads."""
 LOCAL_SHARE = 0.85
-"""Of the rate with Transformer Engine, layers without it, attention apart: fitted to the 0.6B row of
+"""Of the rate with Transformer Engine, layers without it, attention apart: chosen on the 0.6B row of
 docs/performance.md."""
 BANDWIDTH_SHARE = 0.8
 """Of the datasheet's device-memory bandwidth that long copies and elementwise kernels reach (a usual STREAM figure)."""
