@@ -168,13 +168,16 @@ class Loop:
         """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
         config, cluster = self._config, self._cluster
         first = 0
+        if config.num_engines:
+            logger.info("starting %d SGLang engine(s)", config.num_engines)
+            if not config.colocate:
+                cluster.launch_engines()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
             first, state = cluster.start_trainers()
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
         if config.num_engines:
-            logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
             urls = cluster.start_engines()
             self._engine_memory = cluster.engine_memory()
             self._rollout.connect(cluster.start_router(urls))

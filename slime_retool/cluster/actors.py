@@ -119,9 +119,9 @@ class TrainerActor:
             self._trainer = None
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_concurrency=2)
 class EngineActor:
-    """Owns one SGLang server on the host its GPUs are on."""
+    """Owns one SGLang server on the host its GPUs are on. Two calls at once: `stop` does not wait for `start`."""
 
     def __init__(self, config: Config, rank: int, gpus: list[str] | None, *, several_hosts: bool = False) -> None:
         self._config, self._rank, self._gpus = config, rank, gpus

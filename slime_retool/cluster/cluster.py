@@ -46,6 +46,8 @@ class Cluster:
         self._critics: list[Any] = []
         """Trainers of a critic that has processes of its own."""
         self._engines: list[Any] = []
+        self._starting: list[Any] = []
+        """What `launch_engines` waits for: the URL of each engine."""
         self._admins: list[EngineAdmin] = []
         self._router: RouterProcess | None = None
         self._owns_ray = False
@@ -102,18 +104,31 @@ class Cluster:
         assert self._placement is not None
         return self._placement.several_hosts or self._config.engines_elsewhere
 
-    def start_engines(self) -> list[str]:
-        """Start every engine, at once. Returns their URLs (or those of the external ones)."""
-        assert self._placement is not None
+    def launch_engines(self) -> None:
+        """Let every engine start in the background; `start_engines` waits for them.
+
+        Only where trainers have other devices (no --colocate): an engine takes its share of what it finds free.
+        """
+        assert self._placement is not None and not self._starting
         if self._config.rollout_external_urls:
-            return self._know_external()
+            return
         shipped = ray.put(self._config.with_absolute_paths())
         for index, slots in enumerate(self._placement.engines):
             # The first slot puts the actor on their host; the server itself is given all devices by number.
             gpus = [slot.gpu for slot in slots if slot.gpu is not None] or None
             actor = EngineActor.options(**slots[0].options())
             self._engines.append(actor.remote(shipped, index, gpus, several_hosts=self._several_hosts))
-        return self._know(_get([actor.start.remote() for actor in self._engines]))
+        self._starting = [actor.start.remote() for actor in self._engines]
+
+    def start_engines(self) -> list[str]:
+        """Start every engine, unless `launch_engines` has. Returns their URLs (or those of the external ones)."""
+        if self._config.rollout_external_urls:
+            return self._know_external()
+        if not self._starting:
+            self.launch_engines()
+        urls = _get(self._starting)
+        self._starting = []
+        return self._know(urls)
 
     def _know(self, urls: Sequence[str]) -> list[str]:
         self._admins = [EngineAdmin(url, timeout=self._config.distributed_timeout_minutes * 60) for url in urls]
