@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 
 from base_model import train_tokenizer  # noqa: E402
 
-from benchmarks import convert, multiturn, step_overhead  # noqa: E402
+from benchmarks import convert, kernels, multiturn, step_overhead  # noqa: E402
 from benchmarks.logprob_diff import line_fit, trend  # noqa: E402
 from benchmarks.parallel_curves import BASELINE, NOISE, Layout, compare, make_steps, table  # noqa: E402
 from benchmarks.ranks import run_ranks, side_by_side  # noqa: E402
@@ -206,3 +207,24 @@ def test_a_random_checkpoint_has_every_tensor_in_files_of_the_asked_size(tmp_pat
     matrix = checkpoint.read("model.layers.1.mlp.up_proj.weight").float()
     assert abs(matrix.std().item() - 0.02) < 0.001
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_a_kernel_with_a_wrong_value_or_gradient_is_seen() -> None:
+    def gradient_off(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x.detach() + 1.01 * (x - x.detach()),)
+
+    def same(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x.clone(),)
+
+    inputs = [torch.randn(5, 3)]
+    assert kernels.relative_errors(same, same, inputs) == 0
+    assert kernels.relative_errors(lambda x: (1.02 * x,), same, inputs) == pytest.approx(0.02, rel=1e-3)
+    assert kernels.relative_errors(gradient_off, same, inputs) == pytest.approx(0.01, rel=1e-3)
+    assert kernels.relative_errors(lambda x: (x / 0 * 0,), same, inputs) == float("inf")
+
+
+def test_the_kernel_benchmark_runs_and_fails_beyond_its_tolerance(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--device", "cpu"])
+    assert kernels.main() == 0 and "SwiGLU" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--device", "cpu", "--tolerance", "-1"])
+    assert kernels.main() == 1 and "failed: SwiGLU" in capsys.readouterr().out
