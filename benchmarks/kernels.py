@@ -3,12 +3,12 @@
     python benchmarks/kernels.py                       # one GPU, bf16
     python benchmarks/kernels.py --device cpu          # that the script works: the CPU's plain versions, small sizes
 
-CI has no GPU, so this is where the kernels meet one: `megatron_bridge.fused` (QKV split with norm and rotation, SwiGLU)
-and every attention kernel that can be chosen here (`megatron_bridge.attention`, and Transformer Engine's where it is
-installed). Each row is one kernel on one input:
+CI has no GPU, so this is where the kernels meet one: `megatron_bridge.fused` (QKV split with norm and rotation,
+SwiGLU) and every attention kernel that can be chosen (`megatron_bridge.attention`, and Transformer Engine's where
+it is installed). Each row is one kernel on one input:
 
-- `error`: largest relative error ||x - reference|| / ||reference|| of its outputs and of its gradients. Rounding to bf16
-  alone gives 1 to 3e-3; more than `--tolerance`, or a value that is not finite, fails the run (exit code 1).
+- `error`: largest relative error ||x - reference|| / ||reference|| of its outputs and of its gradients. Rounding to
+  bf16 alone gives 1 to 3e-3; more than `--tolerance`, or a value that is not finite, fails the run (exit code 1).
 - forward and backward in ms (medians by CUDA events), and TB/s of the least memory traffic, or TFLOP/s with half of the
   attention square counted and a backward of 2.5 forwards.
 
