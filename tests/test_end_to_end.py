@@ -25,7 +25,7 @@ from slime_retool.cluster.cluster import Cluster
 from slime_retool.config import Config, validate
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.process import ServerError
-from slime_retool.errors import WeightUpdateError
+from slime_retool.errors import RolloutError, WeightUpdateError
 from slime_retool.observe.metrics import read_metrics
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.types import RolloutBatch, TrainSample
@@ -106,7 +106,10 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
                     cluster._compare_weights(2)  # the trainer has moved on
                 cluster.check()
                 end_server(urls[1])
-                assert manager.generate(2).metrics["rollout/failed_engine"] > 0
+                try:
+                    assert manager.generate(2).metrics["rollout/failed_engine"] > 0
+                except RolloutError as error:  # every group had a sample there: the router sends them as it likes
+                    assert "the last error: engine:" in str(error)
                 with pytest.raises(ServerError, match="SGLang engine 1 has died"):
                     for _ in range(200):  # its supervisor ends what it left behind first
                         cluster.check()
