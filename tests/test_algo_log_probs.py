@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dist_utils import run_distributed
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_utils import run_in_interpreter
 
 from slime_retool.algo import log_probs as module
 from slime_retool.algo import losses
@@ -218,7 +215,4 @@ print("equal")
 
 
 def test_gpu_kernels_equal_the_plain_ones_in_tritons_interpreter() -> None:
-    root = Path(__file__).resolve().parents[1]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", KERNELS], env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "equal\n", done.stderr
+    run_in_interpreter(KERNELS)
