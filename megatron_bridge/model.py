@@ -320,21 +320,27 @@ def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def packed_seq_params(  # type: ignore[no-untyped-def]
-    lengths: Sequence[int], device: torch.device | str | None = None, *, cp: int = 1, cp_rank: int = 0
+    lengths: Sequence[int],
+    device: torch.device | str | None = None,
+    *,
+    cp: int = 1,
+    cp_rank: int = 0,
+    positions: torch.Tensor | None = None,
 ):
     """Megatron's PackedSeqParams (format `thd`) for sequences of these lengths, one after the other.
 
     With cp > 1 the lengths are still those of the whole sequences (multiples of 2 * cp); the model is then given the
-    tokens `zigzag.zigzag_rows(lengths, cp, cp_rank)`.
+    tokens `zigzag.zigzag_rows(lengths, cp, cp_rank)`. `positions` [T] are those of the given tokens in their sequences,
+    on `device`, where the caller has them already.
     """
     from megatron_bridge.attention import PackedLayout
     from megatron_bridge.zigzag import chunk_layout, zigzag_rows
 
     device = "cpu" if device is None else device
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(lengths))
-    if cp > 1:
-        positions = positions[zigzag_rows(lengths, cp, cp_rank)]
+    if positions is None:
+        of_whole = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(lengths))
+        positions = send(of_whole[zigzag_rows(lengths, cp, cp_rank)] if cp > 1 else of_whole, device)
     ends, longest = send(starts, device), max(lengths)
     return PackedLayout(
         qkv_format="thd",
@@ -342,7 +348,7 @@ def packed_seq_params(  # type: ignore[no-untyped-def]
         cu_seqlens_kv=ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=send(positions, device),
+        positions=positions,
         chunks=chunk_layout(lengths, cp, cp_rank, device) if cp > 1 else None,
     )
 

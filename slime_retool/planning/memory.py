@@ -130,9 +130,7 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
     # The embedding's (or the former stage's) output, and behind the last layer the final norm's input and output.
     ends = layer_input_bytes(config) * (1 + 2 * (stage == pp - 1))
     backward = tokens * (remade + layer_backward_bytes(config))
-    last = stage == pp - 1
-    logits = _log_prob_bytes(config, tokens, workload.learned) if last else 0.0
-    kept_logits = kept_logits_share(config, tokens * workload.learned) * logits_bytes(config, tokens * workload.learned)
+    logits = _log_prob_bytes(config, tokens, workload.learned) if stage == pp - 1 else 0.0
     weights, gradients, optimizer = _state_bytes(config, stage, layers)
     on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
     return TrainerMemory(
@@ -142,7 +140,7 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
         host_optimizer=on_host,
         critic=_critic_bytes(config, stage, layers),
         activations=int(in_flight * tokens * (kept + ends) + backward),
-        logits=int(max(0.0, logits + last * kept_logits - backward)),
+        logits=int(max(0.0, logits - backward)),
     )
 
 
@@ -193,14 +191,16 @@ def kept_logits_share(config: Config, rows: float) -> float:
 
 def _log_prob_bytes(config: Config, tokens: float, learned: float) -> float:
     """Of `algo.log_probs` in its backward: a chunk's logits and their gradient, hidden states in four versions (the
-    learned rows, masked, their gradient, that of all rows), or, once the chunks are gone, zeros for the weight."""
+    learned rows, masked, their gradient, that of all rows), or, once the chunks are gone, zeros for the weight;
+    and all logits that are kept."""
     tp, width = config.tensor_model_parallel_size, element_bytes(config)
     columns, hidden = padded_vocab_size(config, tp) // tp, required(config, "hidden_size")
     rows = min(tokens * learned, LOGIT_CHUNK_BYTES / (FP32 * columns))
     chunk = rows * columns * (FP32 + (width if width != FP32 else 0))
     gathered = tokens * hidden * width if splits_sequence(config) else 0.0
     zeros = 0 if config.lora is not None else columns * hidden * width
-    return max(chunk, zeros) + tokens * hidden * width * (3 * learned + 1) + gathered
+    kept = kept_logits_share(config, tokens * learned) * logits_bytes(config, tokens * learned)
+    return kept + max(chunk, zeros) + tokens * hidden * width * (3 * learned + 1) + gathered
 
 
 def kv_bytes_per_token(model: ModelArgs) -> int:

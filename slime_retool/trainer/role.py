@@ -132,13 +132,10 @@ class ModelRole(ABC):
                 # Frozen weights have no gradient buffer to add to.
                 gradient_accumulation_fusion=self.config.gradient_accumulation_fusion and lora is None,
             )
+            if lora is not None:
+                add_adapters(module, lora, seed=self.config.seed)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if lora is not None:
-            try:
-                add_adapters(module, lora, seed=self.config.seed)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
         return module
 
     @abstractmethod
@@ -282,7 +279,9 @@ class ModelRole(ABC):
                 packed.tokens,
                 packed.position_ids,
                 attention_mask=None,
-                packed_seq_params=packed_seq_params(packed.lengths, self.device, **cp),
+                packed_seq_params=packed_seq_params(
+                    packed.lengths, self.device, **cp, positions=packed.position_ids[0]
+                ),
             )
             return output, lambda tensor, **kwargs: on_output(packed, tensor, **kwargs)
 
