@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import run_ranks, side_by_side, visible_devices
+from benchmarks.ranks import add_rank_options, run_ranks, side_by_side, visible_devices
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT, model_flags, prepare
 from benchmarks.texts import repository_text
@@ -241,11 +241,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="write rows and curves here (JSON)")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train, for every layout")
-    for name in ("--worker", "--checkpoint", "--result"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
+    add_rank_options(parser, "--checkpoint")
     parser.add_argument("--flag", action="append", default=[], help=argparse.SUPPRESS)
-    for name in ("--rank", "--port"):
-        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     return parser
 
 

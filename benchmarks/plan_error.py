@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import add_rank_options, run_ranks
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT
 from benchmarks.train_step import Case, make_samples, trainer_flags
@@ -295,10 +295,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--report", action="store_true", help="run nothing: the table of what was measured before")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
-    for name in ("--measure", "--worker", "--result"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    for name in ("--rank", "--port"):
-        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser, "--measure")
     return parser
 
 

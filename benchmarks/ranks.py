@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -13,6 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+
+def add_rank_options(parser: argparse.ArgumentParser, *more: str) -> None:
+    """What `run_ranks` adds to a command, `--worker` for the case that it is to run, and `more` of the script's own;
+    none of them for users."""
+    for name in ("--worker", "--result", *more):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    for name in ("--rank", "--port"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
 
 
 def run_ranks(

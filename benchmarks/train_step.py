@@ -39,7 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import add_rank_options, run_ranks
 from benchmarks.shapes import ROOT, model_flags
 
 PEAK_FLOPS = 989e12
@@ -262,10 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="after timing, list one step's longest kernels")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train")
-    for name in ("--worker", "--result"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    for name in ("--rank", "--port"):
-        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     return parser
 
 
