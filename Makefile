@@ -10,6 +10,11 @@ SEED ?= 1
 TESTS ?= tests
 WORKERS ?= 2
 
+# A dozen processes here share a few cores: with more than one thread each, they spin while they wait for each other.
+export OMP_NUM_THREADS ?= 1
+# Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
+export RAY_worker_niceness ?= 0
+
 .PHONY: help install test lint quickstart quickstart-short recipes-tiny compare-short lock clean
 
 help:

@@ -28,6 +28,7 @@ CPU_FLAGS: Flags = {
     "--sampling-backend": ["pytorch"],
     "--disable-overlap-schedule": [],
     "--skip-server-warmup": [],
+    "--sleep-on-idle": [],  # an idle scheduler otherwise polls with a whole core, which trainers and tests need
     "--mem-fraction-static": ["0.1"],
 }
 # Turns end one at a time. Prefilling each at once stops decoding dozens of times a second (docs/performance.md).
