@@ -9,13 +9,14 @@ STAMP := $(VENV)/.installed
 SEED ?= 1
 TESTS ?= tests
 WORKERS ?= 2
+RECIPES := $(patsubst examples/retool/%.sh,recipe-%,$(wildcard examples/retool/retool_*.sh))
 
 # A dozen processes here share a few cores: with more than one thread each, they spin while they wait for each other.
 export OMP_NUM_THREADS ?= 1
 # Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
 export RAY_worker_niceness ?= 0
 
-.PHONY: help install test lint quickstart quickstart-short recipes-tiny compare-short lock clean
+.PHONY: help install test lint quickstart quickstart-short recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
@@ -51,11 +52,13 @@ compare-short: $(STAMP)
 	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms gspo ppo \
 	  --output-dir outputs/compare-short
 
-recipes-tiny: $(STAMP)
-	for script in examples/retool/retool_*.sh; do \
-	  echo "=== $$script"; \
-	  MODEL=tiny PYTHON="$(abspath $(PY))" bash "$$script" --no-progress || exit 1; \
-	done
+recipes-tiny: $(RECIPES)
+
+$(RECIPES): recipe-%: tiny-inputs
+	MODEL=tiny PYTHON="$(abspath $(PY))" bash examples/retool/$*.sh --no-progress
+
+tiny-inputs: $(STAMP)
+	$(PY) examples/quickstart/prepare.py --output-dir outputs/tiny
 
 lock:
 	uv pip compile --universal --python-version 3.10 --no-annotate --no-header requirements/cpu.in \
