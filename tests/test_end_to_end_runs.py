@@ -91,9 +91,15 @@ def start(arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
     run = uuid.uuid4().hex
     env = {**os.environ, MARK: run, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     process = subprocess.Popen(
-        arguments, env=env, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+        arguments, env=env, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=heed_interrupts,
+    )  # fmt: skip
     return process, run
+
+
+def heed_interrupts() -> None:
+    """A shell starts its background jobs with SIGINT ignored, and all their children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def processes_of(run: str) -> dict[int, str]:
