@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "--rollout-max-prompt-len", 1000, "--lr", args.lr,
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens, *args.flags,
     ]  # fmt: skip
-    shown = ("train/logprob_abs_diff", "train/entropy", "rollout/reward_mean", *PHASES)
+    shown = ("train/logprob_abs_diff", "train/entropy", "rollout/reward_mean", *PHASES, "memory/trainer_peak_gib")
     rows = run_training(flags, work / "rl_run", args.timeout, shown, partial=True)
 
     def column(name: str) -> list[float]:

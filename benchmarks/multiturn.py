@@ -3,8 +3,8 @@
     python benchmarks/multiturn.py --model qwen3-4B -- --sglang-attention-backend triton ...
     python benchmarks/multiturn.py --device cpu --model tiny --samples 8 --concurrency 4 --prompt 40 --turn 12
 
-One SGLang engine behind the router, random weights, two kinds of load in turns (a b a b ...), after one round of each
-that is not counted; the engine's cache is emptied before every round.
+One SGLang engine behind the router, random weights, two kinds of load in turns (a b a b ...), after a short round of
+each (`--concurrency` samples) that is not counted; the engine's cache is emptied before every round.
 
 a) Conversations: the product's tool loop with a scripted tool that answers at once (see scripted_turns.py). `--turns`
    turns of `--turn` tokens each, observations of `--observation` tokens, prompts of `--prompt` tokens, all lengths
@@ -99,12 +99,12 @@ class Bench:
     async def _tool(self, arguments: dict[str, Any]) -> str:
         return digits(around(self.args.observation, self._rng), self._rng)
 
-    async def conversations(self, seed: int) -> tuple[Round, list[TurnCounts], list[Load]]:
+    async def conversations(self, count: int, seed: int) -> tuple[Round, list[TurnCounts], list[Load]]:
         args = self.args
         counts: list[TurnCounts] = []
         loads: list[Load] = []
         rng = random.Random(seed)
-        prompts = [digits(around(args.prompt, rng), rng) for _ in range(args.samples)]
+        prompts = [digits(around(args.prompt, rng), rng) for _ in range(count)]
 
         async def one(index: int) -> None:
             sample = Sample(prompt=prompts[index], index=index)
@@ -124,7 +124,7 @@ class Bench:
             generated = sum(sample.loss_mask)
             loads.append(Load(len(sample.tokens) - generated, generated))
 
-        seconds = await at_once(args.concurrency, args.samples, one)
+        seconds = await at_once(args.concurrency, count, one)
         return Round(seconds, sum(load.generated for load in loads)), counts, loads
 
     async def single_turns(self, loads: Sequence[Load], seed: int) -> Round:
@@ -170,7 +170,8 @@ async def measure(bench: Bench, flush: Callable[[], None], repeats: int) -> dict
     single: list[float] = []
     for number in range(repeats + 1):
         await asyncio.to_thread(flush)
-        multi, turns, loads = await bench.conversations(seed=number + 1)
+        count = bench.args.samples if number else bench.args.concurrency
+        multi, turns, loads = await bench.conversations(count, seed=number + 1)
         await asyncio.to_thread(flush)
         alone = await bench.single_turns(loads, seed=number + 1)
         print(f"round {number}: {multi.tokens_per_second:,.0f} and {alone.tokens_per_second:,.0f} tokens/s", flush=True)
@@ -214,7 +215,8 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     params = training_sampling_params(config)
 
     async def all_rounds(url: str, flush: Callable[[], None]) -> dict[str, Any]:
-        async with RouterClient(url, concurrency=args.concurrency, timeout=args.timeout, retries=0) as client:
+        retries = config.rollout_request_retries
+        async with RouterClient(url, concurrency=args.concurrency, timeout=args.timeout, retries=retries) as client:
             rounds = measure(Bench(args, client, tokenizer, params), flush, args.repeats)
             return await asyncio.wait_for(rounds, args.timeout)
 

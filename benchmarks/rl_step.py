@@ -34,7 +34,7 @@ REPORTED = (
 )  # fmt: skip
 SHOWN = (
     "train/loss", "train/logprob_abs_diff", "perf/step_seconds", "perf/generate_seconds", "perf/log_probs_seconds",
-    "perf/train_seconds", "perf/sync_seconds", "perf/offload_seconds", "perf/idle_seconds",
+    "perf/train_seconds", "perf/sync_seconds", "perf/offload_seconds", "perf/idle_seconds", "memory/trainer_peak_gib",
 )  # fmt: skip
 """Printed of every step."""
 END_SECONDS = 60.0

@@ -11,9 +11,9 @@ slime_retool.train may follow `--`.
 
 Batches. Sequence lengths are log-uniform between 200 and 8,192 tokens (mean 2,150: many short answers, a long tail),
 drawn anew for each step from a seed, until they fill 97% of `--micro-batches` times `--max-tokens-per-gpu`, and packed
-by the trainer: to 16k tokens, at 1.7B to 32k. An optimizer step takes eight such micro-batches. A sample's prompt is
-200 tokens (a quarter of a shorter sample); of its response every run of 400 tokens ends with 60 of a tool's output,
-which are not learned.
+by the trainer: eight micro-batches of 16k tokens make an optimizer step, at 1.7B seven of 40k. A sample's prompt is 200
+tokens (a quarter of a shorter sample); of its response every run of 400 tokens ends with 60 of a tool's output, which
+are not learned.
 
 MFU = model FLOPs / time / 989 TFLOP/s (dense bf16 of H100 and H200 SXM). Model FLOPs of a training step are 6 N for
 each token plus causal attention, 6 * layers * heads * head width * s^2 for each sequence of s tokens; of a forward a
@@ -76,7 +76,7 @@ CASES = {
         Case("train_mfu_4b", "qwen3-4B"),
         Case("train_mfu_4b_recompute", "qwen3-4B", recompute="full", flags=KEEP_LOGITS),
         Case("logprob_mfu_4b", "qwen3-4B", forward_only=True),
-        Case("train_mfu_1.7b", "qwen3-1.7B", max_tokens_per_gpu=32768, flags=KEEP_LOGITS),
+        Case("train_mfu_1.7b", "qwen3-1.7B", max_tokens_per_gpu=40960, micro_batches=7, flags=KEEP_LOGITS),
         Case("train_mfu_0.6b_local", "qwen3-0.6B", transformer_impl="local", flags=KEEP_LOGITS),
     )
 }

@@ -185,10 +185,14 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             raise errors[0]
         if "ipc" in wanted:
             sync = WeightSync(trainer, [engines["ipc"].url], transport="ipc")
+            held: list[int] = []
             for number in range(args.rounds + 1):
                 cycle(trainer, memory, sync, engines["ipc"], watch, notes)
                 assert generates(engines["ipc"]), "the engine does not generate after the cycle"
+                held.append(torch.cuda.memory_allocated() if cuda else 0)
                 say(f"cycle {number}: " + ", ".join(f"{k} {v[-1]:.3f}" for k, v in watch.seconds.items()))
+            grown = held[-1] - held[0]
+            assert grown < 2**20, f"updates by IPC left {grown} bytes behind in the trainer: {held}"
             result |= {"sync_ipc_s": watch.median("sync_ipc"), "sync_ipc_first_s": watch.first("sync_ipc")}
             result["offload_cycle_s"] = sum(watch.median(name) for name in CYCLE)
             result["offload_cycle_first_s"] = sum(watch.first(name) for name in CYCLE)

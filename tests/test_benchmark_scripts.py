@@ -51,7 +51,7 @@ async def test_single_turn_requests_carry_the_tokens_of_the_conversations():
     args = multiturn.build_parser().parse_args([*options, "--observation", "6"])
     engine, alone = CachingEngine(), CachingEngine()
     bench = multiturn.Bench(args, engine, train_tokenizer(), {})
-    many, counts, loads = await bench.conversations(seed=1)
+    many, counts, loads = await bench.conversations(args.samples, seed=1)
     assert [turn.turn for turn in counts] == [0, 1, 2] * 4
     assert many.generated == sum(turn.generated for turn in counts) == sum(load.generated for load in loads)
     # Each later turn computes its observation anew, and the last token of the turn before.

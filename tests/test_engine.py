@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -130,6 +132,18 @@ def test_the_token_that_ends_the_turn_is_returned_with_its_log_prob(running: Run
     assert completion.ids[-1] in end and not end & set(completion.ids[:-1])
     expected = expected_log_probs(running.folder / "model_0", PROMPT, completion.ids, 1.0)
     assert completion.log_probs == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_engine_keeps_connections_open_that_were_idle_between_two_rollouts(running: Running):
+    address = urllib.parse.urlsplit(running.engine)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    connection.connect()
+    connection.auto_open = False  # a connection that the engine has closed must not be replaced
+    for pause in (0.0, 6.0):  # SGLang's own limit is 5 s
+        time.sleep(pause)
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() is not None
+    connection.close()
 
 
 def test_many_requests_at_once_each_get_their_own_answer(running: Running):

@@ -41,6 +41,9 @@ CPU_KV_TOKENS = 65_536
 """Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
 STOP_GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL: SGLang has nothing to save, and drains requests nobody waits for."""
+KEEP_ALIVE_SECONDS = 600
+"""An idle connection to an engine lives this long; SGLang's default is 5. The router keeps idle ones for 50 s and
+sends nothing twice, so a rollout's first requests would meet connections that the engine is closing (HTTP 500)."""
 SPARE_CONTEXT = 8
 """SGLang keeps a position or two of the context for itself."""
 
@@ -178,6 +181,7 @@ def server_environment(config: Config, devices: Sequence[int | str] | None) -> d
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     # /health answers at once, also while generation is paused for a weight update or the engine is saturated.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = str(KEEP_ALIVE_SECONDS)
     if not config.on_cuda:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         return environment

@@ -4,8 +4,9 @@ Trainer rank r shares its GPU with worker r % workers of engine r // workers (`c
 all weights into two buffers on its own card, bucket by bucket; the first rank of each engine posts the handles of all
 its engine's cards to `/update_weights_from_tensor`, and while the engine loads one bucket the next is gathered.
 
-A handle is made once per buffer and update: torch nests a new reference count around the memory with every sharing, so
-that handles made per bucket would pile up for as long as the buffer lives.
+Every bucket has handles of its own, although it lies in one of two buffers: torch counts who still uses shared memory,
+by one for each handle made, and the worker gives back one for each time that it opens a handle. A handle opened twice
+takes the unsigned count below zero, and the memory is then never freed.
 
 The payload is an ordinary pickle of calls to torch's own `rebuild_*` functions. A tensor pickled in the usual way would
 name torch's storage loader, which megatron-core (0.19) replaces by a function that SGLang refuses to load.
@@ -61,13 +62,10 @@ class SharedBuffer:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.handle = _cuda_handle(self.data) if device.type == "cuda" else _host_handle(self.data)
 
-    def before_opening(self) -> None:
-        """Call once for every time that the handle is opened."""
-        if self.data.device.type == "cpu":
-            # Whoever opens shared host memory gives up one reference in exchange.
-            self.data.untyped_storage()._shared_incref()
+    def export(self) -> Handle:
+        """A new handle, which exactly one process opens exactly once. RuntimeError for memory that cannot be shared."""
+        return _cuda_handle(self.data) if self.data.device.type == "cuda" else _host_handle(self.data)
 
 
 def _cuda_handle(data: Tensor) -> Handle:
@@ -84,7 +82,6 @@ def _host_handle(data: Tensor) -> Handle:
         rebuild, args = reductions.reduce_storage(data.untyped_storage())
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)
-    data.untyped_storage()._shared_decref()  # the reference that `before_opening` takes anew each time
     storage = Handle(reductions.rebuild_typed_storage, (Handle(rebuild, args), torch.uint8))
     return Handle(reductions.rebuild_tensor, (torch.Tensor, storage, (0, data.size(), data.stride(), False)))
 
@@ -108,69 +105,97 @@ class IpcTransport:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
+        rank, workers, world_size = peers.trainer.rank, peers.workers, dist.get_world_size()
+        self._number, self._worker = divmod(rank, workers)
+        self._group: dist.ProcessGroup | None = None
+        """The ranks that share an engine's GPUs with this one, where they are several."""
+        if workers > 1:
+            chunks = [list(range(i, min(i + workers, world_size))) for i in range(0, world_size, workers)]
+            groups = [dist.new_group(chunk, backend="gloo") for chunk in chunks]
+            self._group = groups[self._number]
 
     def send(self) -> None:
         trainer = self._peers.trainer
-        shared, handles = self._share()
+        shared = self._buffers()
         try:
-            self._send_buckets(shared, handles)
+            self._send_buckets(shared)
         finally:
-            del shared, handles
+            del shared
             if trainer.config.on_cuda:
                 torch.cuda.ipc_collect()
                 torch.cuda.empty_cache()  # the engine needs the room
 
     def reset(self) -> None:
-        """There are no connections: handles live for one update."""
+        """There are no connections: handles live for one bucket."""
 
     def close(self) -> None:
         """There are no connections."""
 
-    def _share(self) -> tuple[list[SharedBuffer], list[list[Handle]]]:
-        """This rank's buffers, and the handles of each worker's card of this rank's engine [workers][buffers]."""
+    def _buffers(self) -> list[SharedBuffer]:
+        """This rank's buffers, once every rank has its own."""
         peers, rank = self._peers, self._peers.trainer.rank
-        mine: list[Handle] | str
+        problem: str | None = None
         shared: list[SharedBuffer] = []
         try:
             shared = [SharedBuffer(peers.bucket_bytes, peers.trainer.device) for _ in range(NUM_BUFFERS)]
-            mine = [buffer.handle for buffer in shared]
-        except RuntimeError as error:  # out of memory, or memory that cannot be shared
-            mine = f"rank {rank} cannot share {NUM_BUFFERS} x {peers.bucket_bytes} bytes with its engine: {error}"
-        if peers.workers == 1:  # nobody needs another rank's handles, only to know that they exist
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine if isinstance(mine, str) else None)
-            everyone = [mine if i == rank else other for i, other in enumerate(everyone)]
-        else:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
+        except RuntimeError as error:
+            problem = f"rank {rank} has no room for {NUM_BUFFERS} x {peers.bucket_bytes} bytes of weights: {error}"
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        first = next((one for one in problems if one is not None), None)
+        if first is not None:
+            raise WeightUpdateError(first)
+        return shared
+
+    def _handles(self, buffer: SharedBuffer) -> list[Handle]:
+        """The buffer's new handles on each card of this rank's engine; collective over the ranks that share it."""
+        mine: Handle | str
+        try:
+            mine = buffer.export()
+        except RuntimeError as error:
+            mine = f"rank {self._peers.trainer.rank} cannot share memory with its engine: {error}"
+        everyone: list[Any] = [mine]
+        if self._group is not None:
+            everyone = [None] * self._group.size()
+            dist.all_gather_object(everyone, mine, group=self._group)
         problem = next((one for one in everyone if isinstance(one, str)), None)
         if problem is not None:
             raise WeightUpdateError(problem)
-        begin = rank // peers.workers * peers.workers
-        return shared, everyone[begin : begin + peers.workers]
+        return everyone
 
-    def _send_buckets(self, shared: list[SharedBuffer], handles: list[list[Handle]]) -> None:
+    def _send_buckets(self, shared: list[SharedBuffer]) -> None:
         peers, trainer = self._peers, self._peers.trainer
-        number, worker = divmod(trainer.rank, peers.workers)
-        engine = peers.engines[number] if worker == 0 and number < len(peers.engines) else None
+        engine = peers.engines[self._number] if self._number < len(peers.engines) else None
 
-        def post(bucket: Bucket) -> None:
+        def post(bucket: Bucket, handles: list[Handle]) -> None:
             assert engine is not None
-            shared[bucket.buffer].before_opening()
-            payloads = [payload(of_worker[bucket.buffer], bucket) for of_worker in handles]
-            engine.update_weights_from_tensor(payloads, load_format=FLATTENED)
+            engine.update_weights_from_tensor([payload(handle, bucket) for handle in handles], load_format=FLATTENED)
 
         tensors = hf_named_tensors(trainer.module, trainer.config, everywhere=True)
         loading: Future[None] | None = None
+        problem: WeightUpdateError | None = None
+
+        def failed() -> bool:
+            return problem is not None or (loading is not None and loading.exception() is not None)
+
         with ThreadPoolExecutor(1, thread_name_prefix="weight-sync") as pool:
             for bucket in buckets(tensors, [buffer.data for buffer in shared]):
                 torch.cuda.current_stream().synchronize()
                 # After this every rank has filled this bucket, and no engine reads the one before any more.
-                if self._anyone(loading is not None and loading.exception() is not None):
+                if self._anyone(failed()):
                     break
-                loading = pool.submit(post, bucket) if engine is not None else None
+                if engine is None:
+                    continue
+                try:
+                    handles = self._handles(shared[bucket.buffer])
+                except WeightUpdateError as error:
+                    problem = error
+                    continue
+                loading = pool.submit(post, bucket, handles) if self._worker == 0 else None
             # Another rank's engine may still read this rank's memory, until its post has returned.
-            self._anyone(loading is not None and loading.exception() is not None)
+            self._anyone(failed())
+        if problem is not None:
+            raise problem
         if loading is not None:
             loading.result()
 
