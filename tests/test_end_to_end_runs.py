@@ -91,8 +91,8 @@ def start(arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
     run = uuid.uuid4().hex
     env = {**os.environ, MARK: run, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     process = subprocess.Popen(
-        arguments, env=env, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        preexec_fn=heed_interrupts,
+        arguments, env=env, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True, preexec_fn=heed_interrupts,
     )  # fmt: skip
     return process, run
 
