@@ -102,7 +102,7 @@ def test_every_layout_gets_the_same_pieces_of_text():
 
 
 def test_cases_share_the_devices_and_one_that_needs_more_is_refused():
-    both, held, most = threading.Barrier(2, timeout=20), [], []
+    both, held, most = threading.Barrier(2, timeout=120), [], []
     lock = threading.Lock()
 
     def run(name: str, devices: list[str]) -> None:

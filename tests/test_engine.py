@@ -189,8 +189,11 @@ def test_pausing_ends_running_requests_with_the_reason_abort(running: Running):
     asking = threading.Thread(
         target=lambda: results.extend(generate(running, prompts, max_new_tokens=450, ignore_eos=True))
     )
+    log = running.folder / "logs" / "engine_0.log"
+    before = log.stat().st_size
     asking.start()
-    time.sleep(1.0)
+    while b"#running-req: 16" not in log.read_bytes()[before:]:  # it is written every 40 tokens
+        time.sleep(0.02)
     admin.pause()
     asking.join(200)
     admin.resume()

@@ -71,7 +71,7 @@ def worker_model(weights: dict[str, Tensor], worker: int, workers: int) -> Any:
 @pytest.mark.parametrize("workers", [1, 2, 4])  # with four, two workers each hold a copy of a K/V head
 def test_workers_shares_make_the_checkpoints_tensors(workers: int) -> None:
     weights, results = whole(), [{} for _ in range(workers)]
-    met = threading.Barrier(workers, timeout=20)
+    met = threading.Barrier(workers, timeout=120)
     offered: list[Any] = [None] * workers
 
     def run(worker: int) -> None:

@@ -121,7 +121,7 @@ def test_an_answer_in_a_tool_call_or_a_tool_output_is_not_the_models() -> None:
     assert compute_score("A <tool_call> is not needed. " + boxed("34"), "34")["acc"]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "text",
     [
