@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import ray
 
 from slime_retool.cluster.cluster import Cluster
+from slime_retool.cluster.connection import connect
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.process import free_ports
@@ -19,6 +21,25 @@ def test_a_ray_cluster_that_does_not_answer_is_an_error_at_once(by_variable: boo
     config = Config(device="cpu", ray_address=None if by_variable else address)
     with pytest.raises(ConfigError, match=f"no Ray cluster answers at {address}.*ray start --head"), Cluster(config):
         pass
+
+
+def test_a_private_ray_that_starts_too_slowly_is_started_again_and_other_errors_are_raised(monkeypatch) -> None:
+    slow = Exception("The current node timed out during startup. This could happen because ...")
+    outcomes: list[Exception | None] = [slow, None, slow, slow, slow, RuntimeError("no room")]
+
+    def init(**options: object) -> None:
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    connect(Config(device="cpu"))
+    assert len(outcomes) == 4
+    with pytest.raises(Exception, match="timed out during startup"):
+        connect(Config(device="cpu"))
+    with pytest.raises(RuntimeError, match="no room"):
+        connect(Config(device="cpu"))
+    assert outcomes == []
 
 
 def known(monkeypatch: pytest.MonkeyPatch, workers: int, **values: object) -> list[str]:

@@ -14,6 +14,10 @@ from ray.exceptions import RayError
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+START_TRIES = 3
+START_TIMED_OUT = "timed out during startup"
+
 
 def connect(config: Config) -> None:
     """Join the Ray cluster of --ray-address or RAY_ADDRESS, else start a private one that `ray.shutdown` ends.
@@ -37,7 +41,20 @@ def connect(config: Config) -> None:
         # "local": without an address Ray joins whatever instance it finds on the host, another run's as well.
         # Processes here reserve no CPUs, so any number of them fits on any machine.
         options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
-        ray.init(address="local", **options)
+        _start_private(options)
+
+
+def _start_private(options: dict[str, Any]) -> None:
+    """A Ray instance of this process's own. Ray gives its node 30 s to start, which a busy machine can exceed."""
+    for left in reversed(range(START_TRIES)):
+        try:
+            ray.init(address="local", **options)
+            return
+        except Exception as error:  # Ray raises no class of its own here
+            if left == 0 or START_TIMED_OUT not in str(error):
+                raise
+            logger.warning("Ray did not start in time; once more (%s)", error)
+            ray.shutdown()
 
 
 def _require_answer(address: str) -> None:
