@@ -14,6 +14,8 @@ from ray.exceptions import RayError
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 def connect(config: Config) -> None:
     """Join the Ray cluster of --ray-address or RAY_ADDRESS, else start a private one that `ray.shutdown` ends.
@@ -25,6 +27,7 @@ def connect(config: Config) -> None:
     # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
     address = config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
     if address != "local":
+        logger.info("joining the Ray cluster at %s", address)
         try:
             _require_answer(address)
             ray.init(address=address, **options)
@@ -36,6 +39,7 @@ def connect(config: Config) -> None:
     else:
         # "local": without an address Ray joins whatever instance it finds on the host, another run's as well.
         # Processes here reserve no CPUs, so any number of them fits on any machine.
+        logger.info("starting Ray")
         options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
         ray.init(address="local", **options)
 
