@@ -19,20 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import queue
 import statistics
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import add_rank_options, run_ranks
+from benchmarks.ranks import add_rank_options, run_ranks, side_by_side, visible_devices
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT
 from benchmarks.train_step import Case, make_samples, trainer_flags
@@ -166,10 +163,10 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the case here and keep its figures; {"error": why} when it fails or runs out of time."""
+def measure(case: Case, args: argparse.Namespace, devices: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the case on these GPUs and keep its figures; {"error": why} when it fails or runs out of time."""
     command = [sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--device", args.device]
-    figures = run_ranks(command, case.world_size, args.timeout)
+    figures = run_ranks(command, case.world_size, args.timeout, devices)
     record = {"case": asdict(case), "figures": figures}
     folder = args.out_dir / "plan_cases"
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,47 +175,27 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_all(cases: list[Case], args: argparse.Namespace) -> None:
-    """Each case in a process of its own, as many at a time as GPUs are free, the widest first.
-
-    None begins after --budget seconds.
-    """
+    """As many cases at a time as GPUs are free, the widest first. None begins after --budget seconds."""
     last_begin = time.monotonic() + args.budget
-    free: queue.Queue[str] = queue.Queue()
-    for device in visible_devices(args):
-        free.put(device)
+    by_name = {case.name: case for case in sorted(cases, key=lambda case: -case.world_size)}
 
-    def one(case: Case, devices: list[str]) -> None:
+    def one(name: str, devices: list[str]) -> None:
         if time.monotonic() > last_begin:
-            print(f"{case.name}: left out, --budget {args.budget:.0f} s are over", flush=True)
-            release(devices)
+            print(f"{name}: left out, --budget {args.budget:.0f} s are over", flush=True)
             return
-        options = ["--out-dir", str(args.out_dir), "--device", args.device, "--timeout", str(args.timeout)]
-        command = [sys.executable, __file__, *options, "--measure", json.dumps(asdict(case))]
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)} if args.device == "cuda" else None
-        try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True)
-            print((done.stdout + (done.stderr if done.returncode else "")).rstrip(), flush=True)
-        finally:
-            release(devices)
+        case = by_name[name]
+        figures = measure(case, args, devices if args.device == "cuda" else None)
+        if "error" in figures:
+            print(f"{name}: failed: {figures['error']}", flush=True)
+        else:
+            print(f"{HEADER}\n{row(compare(case, figures), case, figures['tokens_per_second'])}", flush=True)
 
-    def release(devices: list[str]) -> None:
-        for device in devices:
-            free.put(device)
-
-    with ThreadPoolExecutor(max_workers=max(1, free.qsize())) as pool:
-        for case in sorted(cases, key=lambda case: -case.world_size):
-            # Taken one after the other by this thread alone, so that two waiting cases never hold each other up.
-            pool.submit(one, case, [free.get() for _ in range(case.world_size)])
+    side_by_side({name: case.world_size for name, case in by_name.items()}, usable_devices(args), one)
 
 
-def visible_devices(args: argparse.Namespace) -> list[str]:
+def usable_devices(args: argparse.Namespace) -> list[str]:
     """Names of the GPUs to use; on the CPU as many free places as --gpus says."""
-    if args.device == "cpu":
-        return [str(index) for index in range(args.gpus or 1)]
-    import torch
-
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
+    names = visible_devices() if args.device == "cuda" else [str(index) for index in range(args.gpus or 1)]
     return names[: args.gpus] if args.gpus else names
 
 
@@ -263,7 +240,7 @@ def report(args: argparse.Namespace) -> int:
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
     if args.model is not None:
         return [Case(args.model, args.model, max_tokens_per_gpu=args.max_tokens_per_gpu, micro_batches=2)]
-    limit = len(visible_devices(args))
+    limit = len(usable_devices(args))
     chosen = [CASES[name] for name in args.cases or CASES]
     too_wide = [case.name for case in chosen if case.world_size > limit]
     if args.cases and too_wide:
@@ -295,7 +272,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--report", action="store_true", help="run nothing: the table of what was measured before")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
-    add_rank_options(parser, "--measure")
+    add_rank_options(parser)
     return parser
 
 
@@ -307,14 +284,6 @@ def main() -> int:
         figures = run_rank(read_case(json.loads(args.worker)), args)
         if args.rank == 0:
             Path(args.result).write_text(json.dumps(figures))
-        return 0
-    if args.measure:
-        case = read_case(json.loads(args.measure))
-        figures = measure(case, args)
-        if "error" in figures:
-            print(f"{case.name}: failed: {figures['error']}")
-            return 1
-        print(f"{HEADER}\n{row(compare(case, figures), case, figures['tokens_per_second'])}")
         return 0
     if not args.report:
         measure_all(chosen_cases(args), args)

@@ -168,10 +168,8 @@ class Loop:
         """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
         config, cluster = self._config, self._cluster
         first = 0
-        if config.num_engines:
-            logger.info("starting %d SGLang engine(s)", config.num_engines)
-            if not config.colocate:
-                cluster.launch_engines()
+        if config.num_engines and not config.colocate:
+            cluster.launch_engines()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
             first, state = cluster.start_trainers()

@@ -112,7 +112,9 @@ class Cluster:
         assert self._placement is not None and not self._starting
         if self._config.rollout_external_urls:
             return
-        shipped = ray.put(self._config.with_absolute_paths())
+        config = self._config.with_absolute_paths()
+        logger.info("starting %d SGLang engine(s), whose logs are in %s/logs", config.num_engines, config.output_dir)
+        shipped = ray.put(config)
         for index, slots in enumerate(self._placement.engines):
             # The first slot puts the actor on their host; the server itself is given all devices by number.
             gpus = [slot.gpu for slot in slots if slot.gpu is not None] or None

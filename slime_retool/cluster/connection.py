@@ -29,6 +29,7 @@ def connect(config: Config) -> None:
     # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
     address = config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
     if address != "local":
+        logger.info("joining the Ray cluster at %s", address)
         try:
             _require_answer(address)
             ray.init(address=address, **options)
@@ -40,6 +41,7 @@ def connect(config: Config) -> None:
     else:
         # "local": without an address Ray joins whatever instance it finds on the host, another run's as well.
         # Processes here reserve no CPUs, so any number of them fits on any machine.
+        logger.info("starting Ray")
         options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
         _start_private(options)
 

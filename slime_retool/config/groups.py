@@ -427,7 +427,11 @@ class SglangArgs:
         None, help="Tokens in the KV cache (default on the CPU: what the batch of samples needs)."
     )
     rollout_external_urls: list[str] = flag(
-        [], nargs="*", metavar="URL", help="Use these running SGLang servers instead of starting any."
+        [],
+        nargs="*",
+        metavar="URL",
+        help="Use these running SGLang servers instead of starting any. Start them with SGLANG_TIMEOUT_KEEP_ALIVE=600: "
+        "by default they close connections that were idle for 5 s, and some requests need a second try.",
     )
 
 

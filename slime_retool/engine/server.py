@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import subprocess
@@ -18,6 +19,7 @@ from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.process import Server
 from slime_retool.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 Flags = dict[str, list[str]]
 
 # A CPU serves any model in float32 with torch's own attention (measured with SGLang 0.5.15.post1).
@@ -87,6 +89,7 @@ def check_server_flags(config: Config) -> None:
     if not given or config.rollout_external_urls or config.num_engines == 0:
         return
     words = [word for name, values in given.items() for word in (name, *values)]
+    logger.info("asking SGLang whether it takes %s", " ".join(words))
     try:
         done = subprocess.run(
             [sys.executable, "-c", PARSE, "--model-path", "none", *words],
