@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 
 from base_model import train_tokenizer  # noqa: E402
 
-from benchmarks import convert, kernels, multiturn, step_overhead  # noqa: E402
+from benchmarks import convert, features, kernels, multiturn, step_overhead  # noqa: E402
 from benchmarks.logprob_diff import line_fit, trend  # noqa: E402
 from benchmarks.parallel_curves import BASELINE, NOISE, Layout, compare, make_steps, table  # noqa: E402
 from benchmarks.ranks import run_ranks, side_by_side  # noqa: E402
@@ -228,3 +228,20 @@ def test_the_kernel_benchmark_runs_and_fails_beyond_its_tolerance(monkeypatch, c
     assert kernels.main() == 0 and "SwiGLU" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["kernels.py", "--device", "cpu", "--tolerance", "-1"])
     assert kernels.main() == 1 and "failed: SwiGLU" in capsys.readouterr().out
+
+
+def test_a_feature_is_off_by_its_log_probs_its_gradient_and_what_its_steps_did() -> None:
+    reference = features.Curve(before=[-1.0, -2.0], after=[-1.5, -2.5], grad_norms=[2.0, 1.0])
+    same = features.Difference.between(reference, reference)
+    assert (same.forward, same.gradient, same.steps) == (0, 0, 0)
+    off = features.Curve(before=[-1.1, -2.0], after=[-1.5, -2.6], grad_norms=[1.9, 7.0])
+    found = features.Difference.between(off, reference)
+    assert (found.forward, found.gradient, found.steps) == pytest.approx((0.05, 5, 10))
+
+
+def test_the_features_benchmark_runs_and_fails_beyond_its_bounds(monkeypatch, capsys) -> None:
+    words = ["features.py", "--device", "cpu", "--cases", "lora", "--steps", "1", "--forward", "-1"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert features.main() == 1
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("lora"))
+    assert row.split() == ["lora", "0.0e+00", "0.00%", "0.0%", "differs"]

@@ -199,4 +199,5 @@ def _split(storage: torch.UntypedStorage, parts: list[Tensor]) -> tuple[Tensor, 
 def _give_back(device: torch.device) -> None:
     """Freed memory goes from torch's cache to whoever else is on the card."""
     if device.type == "cuda":
+        torch.cuda.ipc_collect()  # weights that an engine has closed since the update ended
         torch.cuda.empty_cache()
