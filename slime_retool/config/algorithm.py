@@ -1,0 +1,217 @@
+"""Rules about what is optimized and how samples are drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+
+from slime_retool.config.config import Config
+from slime_retool.config.groups import CriticArgs
+from slime_retool.config.parallel import check_world_size
+from slime_retool.config.require import require
+
+logger = logging.getLogger(__name__)
+
+SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
+
+
+def check_algorithm(config: Config) -> None:
+    """Loss, advantages, critic and sampling. ConfigError at the first rule that is broken."""
+    sft = config.loss_type == "sft_loss"
+    if sft:
+        require(
+            config.rollout_function_path == SFT_ROLLOUT or config.debug_train_only,
+            f"--loss-type sft_loss trains on conversations: add --rollout-function-path {SFT_ROLLOUT}",
+        )
+        require(
+            config.debug_train_only,
+            "--loss-type sft_loss needs no engines: add --debug-train-only",
+        )
+        require(
+            config.n_samples_per_prompt == 1,
+            f"--loss-type sft_loss takes each row once: --n-samples-per-prompt must be 1, "
+            f"got {config.n_samples_per_prompt}",
+        )
+    elif not config.debug_rollout_only:
+        require(
+            not config.debug_train_only and config.rollout_function_path != SFT_ROLLOUT,
+            "--loss-type policy_loss needs generated samples: drop --debug-train-only and the SFT rollout function, "
+            "or use --loss-type sft_loss",
+        )
+        require(
+            config.n_samples_per_prompt >= 2 or config.advantage_estimator in ("ppo", "reinforce_plus_plus"),
+            f"--advantage-estimator {config.advantage_estimator} compares responses to one prompt: "
+            f"--n-samples-per-prompt must be at least 2, got {config.n_samples_per_prompt}; ppo and "
+            "reinforce_plus_plus need no group",
+        )
+        require(
+            not config.disable_compute_advantages_and_returns,
+            "--disable-compute-advantages-and-returns is for --loss-type sft_loss; policy_loss needs advantages",
+        )
+    require(
+        not (config.debug_train_only and config.debug_rollout_only),
+        "--debug-train-only and --debug-rollout-only exclude each other",
+    )
+    _check_overlong(config)
+    require(
+        config.rollout_temperature > 0,
+        f"--rollout-temperature must be above 0 (the trainer divides logits by it), got {config.rollout_temperature}",
+    )
+    for flag, value in (("--rollout-top-p", config.rollout_top_p), ("--eval-top-p", config.eval_top_p)):
+        require(value is None or 0 < value <= 1, f"{flag} must be in (0, 1], got {value}")
+    for flag, value in (("--rollout-top-k", config.rollout_top_k), ("--eval-top-k", config.eval_top_k)):
+        require(value is None or value == -1 or value >= 1, f"{flag} must be -1 (off) or at least 1, got {value}")
+    require(
+        config.eval_temperature is None or config.eval_temperature >= 0,
+        f"--eval-temperature must be 0 (greedy) or above, got {config.eval_temperature}",
+    )
+    _check_loss(config)
+    _check_kl(config)
+    _check_off_policy(config)
+    _check_distillation(config)
+    _check_critic(config)
+
+
+def _check_loss(config: Config) -> None:
+    cispo = config.advantage_estimator == "cispo"
+    low, high = config.eps_clip, config.eps_clip_high
+    require(
+        0 < low < 1 or (cispo and low == 1),
+        f"--eps-clip must be between 0 and 1 (with cispo also 1: no lower bound), got {low}",
+    )
+    # In CISPO the two bounds are independent; elsewhere a smaller upper one is a mistake.
+    require(
+        high is None or high >= low or (cispo and high > 0),
+        f"--eps-clip-high must be at least --eps-clip {low}, got {high}",
+    )
+    require(
+        config.eps_clip_c is None or config.eps_clip_c > 1, f"--eps-clip-c must be above 1, got {config.eps_clip_c}"
+    )
+    require(
+        config.eps_clip_c is None or not cispo,
+        "--eps-clip-c bounds a loss that --advantage-estimator cispo does not have; drop it",
+    )
+    length = config.loss_constant_length
+    require(length is None or length >= 1, f"--loss-constant-length must be at least 1, got {length}")
+    require(
+        length is None or not config.calculate_per_token_loss,
+        f"--loss-constant-length {length} and --calculate-per-token-loss are two divisors of one loss; drop one",
+    )
+    for flag, value in (("--gamma", config.gamma), ("--lambd", config.lambd)):
+        require(0 <= value <= 1, f"{flag} must be in [0, 1], got {value}")
+
+
+def _check_kl(config: Config) -> None:
+    if config.kl_loss_coef != 0:
+        require(
+            config.use_kl_loss,
+            f"--kl-loss-coef {config.kl_loss_coef} has no effect without --use-kl-loss; add it or drop the coefficient",
+        )
+    require(
+        config.kl_loss_coef == 0 or config.kl_coef == 0,
+        f"--kl-loss-coef {config.kl_loss_coef} and --kl-coef {config.kl_coef} count the same KL twice; drop one",
+    )
+    wants_reference = config.use_kl_loss or config.kl_coef != 0
+    if wants_reference and config.loss_type == "policy_loss" and not config.debug_rollout_only:
+        flag = "--use-kl-loss" if config.use_kl_loss else "--kl-coef"
+        require(config.ref_load is not None, f"{flag} needs the reference model: add --ref-load DIR")
+    if config.use_kl_loss and config.kl_loss_coef != 0 and config.kl_loss_type == "k1":
+        logger.warning("--kl-loss-type k1 in the loss does not pull to the reference: use low_var_kl, or --kl-coef")
+
+
+def _check_off_policy(config: Config) -> None:
+    if config.use_tis:
+        require(
+            not config.use_rollout_logprobs,
+            "--use-tis weighs the engine's log-probs against the trainer's, which --use-rollout-logprobs never "
+            "computes; drop one",
+        )
+        require(config.loss_type == "policy_loss", "--use-tis corrects a policy's samples; drop it for sft_loss")
+        require(
+            0 <= config.tis_clip_low < config.tis_clip,
+            f"--tis-clip-low must be at least 0 and below --tis-clip {config.tis_clip}, got {config.tis_clip_low}",
+        )
+    if config.loss_type == "policy_loss" and (config.rollout_top_p < 1 or config.rollout_top_k != -1):
+        logger.warning(
+            "--rollout-top-p %s --rollout-top-k %s: the engine samples from a cut distribution, the trainer's "
+            "log-probs are of the whole one; ratios and mismatch figures compare the two",
+            config.rollout_top_p, config.rollout_top_k,
+        )  # fmt: skip
+
+
+def _check_distillation(config: Config) -> None:
+    url, weight = config.teacher_url, config.distill_coef
+    require(weight >= 0, f"--distill-coef must be at least 0, got {weight}")
+    require((weight > 0) == (url is not None), f"--teacher-url and --distill-coef go together, got {url} and {weight}")
+    require(
+        url is None or url.startswith(("http://", "https://")),
+        f"--teacher-url must start with http:// or https://, got {url}",
+    )
+    require(
+        weight == 0 or config.rollout_temperature == 1,
+        "--distill-coef compares with the teacher's log-probs, which are at temperature 1: --rollout-temperature must "
+        f"be 1, got {config.rollout_temperature}",
+    )
+    require(
+        weight == 0 or config.loss_type == "policy_loss",
+        "--distill-coef learns from generated samples; drop it for --loss-type sft_loss",
+    )
+
+
+def _check_critic(config: Config) -> None:
+    """Also fills in the critic's folders."""
+    if not config.uses_critic:
+        for field in dataclasses.fields(CriticArgs):
+            require(
+                config.__dict__[field.name] == field.default,
+                f"--{field.name.replace('_', '-')} is of a critic, which only --advantage-estimator ppo has; drop it",
+            )
+        return
+    if config.critic_save is None and config.save is not None:
+        config.critic_save = os.path.join(config.save, "critic")
+    if config.critic_load is None and config.load is not None:
+        config.critic_load = os.path.join(config.load, "critic")
+    for flag, own, actors in (
+        ("--critic-save", config.critic_save, config.save),
+        ("--critic-load", config.critic_load, config.load),
+    ):
+        require(own is None or own != actors, f"{flag} must be another folder than the actor's, got {own}")
+    require(config.critic_lr is None or config.critic_lr > 0, f"--critic-lr must be above 0, got {config.critic_lr}")
+    for flag, value in (
+        ("--critic-lr-warmup-iters", config.critic_lr_warmup_iters),
+        ("--num-critic-only-steps", config.num_critic_only_steps),
+        ("--value-clip", config.value_clip),
+    ):
+        require(value >= 0, f"{flag} must be at least 0, got {value}")
+    if not config.critic_apart:
+        return
+    for flag, count in (
+        ("--critic-num-nodes", config.critic_num_nodes),
+        ("--critic-num-gpus-per-node", config.critic_num_gpus_per_node),
+    ):
+        require(count is None or count >= 1, f"{flag} must be at least 1, got {count}")
+    world, size = config.critic_world_size, config.model_parallel_size
+    require(
+        world % size == 0,
+        f"the critic's {world} processes (--critic-num-nodes x --critic-num-gpus-per-node) must be a multiple of "
+        f"tensor x pipeline x context parallel size {size}; use {max(1, round(world / size)) * size}",
+    )
+    check_world_size(config, world, f"{world} processes of the critic")
+
+
+def _check_overlong(config: Config) -> None:
+    buffer, limit, factor = config.overlong_buffer_len, config.rollout_max_response_len, config.overlong_penalty_factor
+    require(
+        buffer is None or 1 <= buffer <= limit,
+        f"--overlong-buffer-len must be between 1 and --rollout-max-response-len {limit}, got {buffer}",
+    )
+    require(factor > 0, f"--overlong-penalty-factor must be above 0, got {factor}")
+    require(
+        factor == 1 or buffer is not None,
+        f"--overlong-penalty-factor {factor} has no effect without --overlong-buffer-len; add it or drop the factor",
+    )
+    require(
+        config.loss_type != "sft_loss" or not (config.overlong_filtering or buffer),
+        "--overlong-filtering and --overlong-buffer-len are of generated responses; drop them for --loss-type sft_loss",
+    )

@@ -1,0 +1,26 @@
+"""What every rule about a configuration ends in."""
+
+from __future__ import annotations
+
+import os
+
+from slime_retool.data.readers import split_slice
+from slime_retool.errors import ConfigError
+
+
+def require(ok: bool, message: str) -> None:
+    """ConfigError with `message` unless `ok`."""
+    if not ok:
+        raise ConfigError(message)
+
+
+def require_file(path: str, flag: str) -> None:
+    """`path`, without a slice of rows behind it, is a file."""
+    path, _ = split_slice(path)
+    require(os.path.isfile(path), f"{flag}: no such file: {path}")
+
+
+def require_folder(path: str, flag: str, holds: str) -> None:
+    """`path` is a folder with a file `holds`."""
+    require(os.path.isdir(path), f"{flag}: no such folder: {path}")
+    require(os.path.exists(os.path.join(path, holds)), f"{flag}: {path} has no {holds}")
