@@ -29,133 +29,14 @@ from megatron_bridge.cpu_compat import install_cpu_compat
 from megatron_bridge.layer_spec import resolve_attention_backend, resolve_transformer_impl
 from megatron_bridge.model_config import (
     ModelArgs,
-    alike_layers,
-    check_expert_parallel,
-    check_model,
-    check_pipeline,
-    check_tensor_parallel,
     head_dim,
     moe_layers,
     padded_vocab_size,
-    query_groups,
     required,
 )
 
 PADDED_LOGIT = -1e9
 """Logit of a vocabulary entry that only exists as padding: its probability is exactly 0 in fp32."""
-
-
-def transformer_config(
-    model: ModelArgs,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    vpp: int | None = None,
-    sequence_parallel: bool = False,
-    dtype: torch.dtype = torch.float32,
-    decoder_first_pipeline_num_layers: int | None = None,
-    decoder_last_pipeline_num_layers: int | None = None,
-    recompute_granularity: str | None = None,
-    recompute_method: str | None = None,
-    recompute_num_layers: int | None = None,
-    recompute_modules: Sequence[str] | None = None,
-    transformer_impl: str = "auto",
-    calculate_per_token_loss: bool = True,
-    perform_initialization: bool = True,
-    **overrides: Any,
-):  # type: ignore[no-untyped-def]
-    """Megatron's TransformerConfig for the model and its parallel layout.
-
-    ep, etp: expert-parallel size, and tensor-parallel size inside an expert (independent of `tp`).
-    vpp: number of model chunks per pipeline stage (interleaved schedule). `perform_initialization=False` leaves
-    parameters uninitialised, for a checkpoint that overwrites them all. `overrides` are further TransformerConfig
-    fields (`params_dtype`, `fp32_residual_connection`, ...). All dropouts are 0.
-    Raises ValueError for a model or layout that cannot be built.
-    """
-    install_cpu_compat()
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    check_model(model)
-    check_tensor_parallel(model, tp)
-    check_expert_parallel(model, ep, etp)
-    num_layers = required(model, "num_layers")
-    check_pipeline(
-        num_layers, pp, vpp=vpp, first=decoder_first_pipeline_num_layers, last=decoder_last_pipeline_num_layers
-    )
-    impl = resolve_transformer_impl(transformer_impl)
-    if sequence_parallel and tp == 1:
-        sequence_parallel = False  # there is nothing to share out, and Megatron refuses the combination
-    if model.num_experts is not None and tp > 1 and not sequence_parallel:
-        raise ValueError(f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: add it")
-    on_gpu = torch.cuda.is_available()
-    fields: dict[str, Any] = dict(
-        num_layers=num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=query_groups(model),
-        kv_channels=head_dim(model),
-        normalization="RMSNorm",
-        layernorm_epsilon=model.norm_epsilon,
-        qk_layernorm=model.qk_layernorm,
-        add_bias_linear=False,
-        add_qkv_bias=model.add_qkv_bias,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        virtual_pipeline_model_parallel_size=vpp,
-        num_layers_in_first_pipeline_stage=decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=decoder_last_pipeline_num_layers,
-        sequence_parallel=sequence_parallel,
-        # Packed micro-batches differ in length, so stages tell each other the shapes.
-        variable_seq_lengths=pp > 1,
-        moe_token_dispatcher_type="alltoall",  # the default is refused beside the line above, even without experts
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        fp16=False,
-        attention_softmax_in_fp32=True,
-        recompute_granularity=recompute_granularity,
-        recompute_method=recompute_method,
-        recompute_num_layers=recompute_num_layers,
-        recompute_modules=list(recompute_modules) if recompute_modules else None,
-        calculate_per_token_loss=calculate_per_token_loss,
-        perform_initialization=perform_initialization,
-        # Every tensor-parallel layout then starts from the same weights.
-        use_cpu_initialization=not on_gpu,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=on_gpu,
-        bias_dropout_fusion=on_gpu,
-        persist_layer_norm=impl == "transformer_engine",
-        gradient_accumulation_fusion=False,
-    )
-    if model.num_experts is not None:
-        fields |= _expert_fields(model, ep=ep, etp=etp, grouped=impl == "transformer_engine")
-    return TransformerConfig(**{**fields, **overrides})
-
-
-def _expert_fields(model: ModelArgs, *, ep: int, etp: int, grouped: bool) -> dict[str, Any]:
-    """TransformerConfig fields of a mixture of experts. Routing is the policy's own: nothing balances or drops."""
-    return dict(
-        num_moe_experts=model.num_experts,
-        moe_router_topk=model.moe_router_topk,
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
-        moe_layer_freq=1 if alike_layers(model) else [int(experts) for experts in moe_layers(model)],
-        moe_router_pre_softmax=model.moe_router_pre_softmax,
-        moe_router_dtype="fp32",  # bf16 logits tie, and the engine and the trainer would choose other experts
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_grouped_gemm=grouped,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )
 
 
 def build_gpt_model(

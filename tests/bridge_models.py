@@ -136,7 +136,8 @@ def build_model(
     """
     from megatron.core import parallel_state
 
-    from megatron_bridge.model import build_gpt_model, init_parallel, transformer_config
+    from megatron_bridge.model import build_gpt_model, init_parallel
+    from megatron_bridge.transformer_config import transformer_config
 
     init_parallel(tp, pp, cp, ep, etp)
     model = model_args_from_hf(read_hf_config(directory / "hf"))

@@ -133,7 +133,8 @@ def test_megatron_builds_every_model_with_these_shapes(models):
 
 
 def build_all(rank: int, world_size: int, models: dict[str, ModelArgs]) -> dict[str, dict[str, tuple[int, ...]]]:
-    from megatron_bridge.model import build_gpt_model, init_parallel, transformer_config
+    from megatron_bridge.model import build_gpt_model, init_parallel
+    from megatron_bridge.transformer_config import transformer_config
 
     init_parallel()
     shapes = {}

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge.lora import add_adapters
-from megatron_bridge.model import build_gpt_model, packed_seq_params, transformer_config
+from megatron_bridge.model import build_gpt_model, packed_seq_params
+from megatron_bridge.transformer_config import transformer_config
 from megatron_bridge.zigzag import padded_length
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
