@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import add_rank_options, run_ranks, side_by_side, visible_devices
+from benchmarks.ranks import Sizes, add_rank_options, make_trainer, run_ranks, side_by_side, visible_devices
 
 VOCAB_SIZE = 1000
 PROCESSES_PER_GPU = 4
@@ -50,31 +50,13 @@ TASKS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Sizes):
     """A task done in one way. `turns`: between steps everything leaves the card and returns."""
 
     name: str
     task: str = "grpo"
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    dp: int = 1
-    ep: int = 1
     flags: tuple[str, ...] = ()
     turns: bool = False
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
-
-    def words(self) -> list[str]:
-        """Flags of slime_retool.train."""
-        sizes = {
-            "--tensor-model-parallel-size": self.tp, "--pipeline-model-parallel-size": self.pp,
-            "--context-parallel-size": self.cp, "--expert-model-parallel-size": self.ep,
-            "--actor-num-gpus-per-node": self.world_size,
-        }  # fmt: skip
-        return [*TASKS[self.task], *self.flags, *(str(word) for pair in sizes.items() for word in pair)]
 
 
 CASES = {
@@ -195,20 +177,17 @@ def make_samples(seed: int) -> list[Any]:
 
 def run_rank(case: Case, args: argparse.Namespace) -> Curve:
     from slime_retool.config import parse_config
-    from slime_retool.trainer.core import Trainer
     from slime_retool.trainer.offload import TrainerMemory
     from slime_retool.types import RolloutBatch
 
     folder = args.models / ("moe" if case.task == "moe" else "dense")
     flags = [
-        *json.loads((folder / "flags.json").read_text()), *case.words(), "--device", args.device,
-        "--ref-load", str(folder / "torch_dist"), "--rollout-batch-size", "6", "--n-samples-per-prompt", "4",
-        "--lr", "1e-3", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "600", "--num-rollout", str(args.steps),
+        *json.loads((folder / "flags.json").read_text()), *TASKS[case.task], *case.flags, *case.size_flags(),
+        "--device", args.device, "--ref-load", str(folder / "torch_dist"), "--rollout-batch-size", "6",
+        "--n-samples-per-prompt", "4", "--lr", "1e-3", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "600",
+        "--num-rollout", str(args.steps),
     ]  # fmt: skip
-    trainer = Trainer(
-        parse_config(flags), rank=args.rank, world_size=case.world_size, local_rank=args.rank, master_addr="127.0.0.1",
-        master_port=args.port,
-    )  # fmt: skip
+    trainer = make_trainer(parse_config(flags), args)
     trainer.load()
     memory = TrainerMemory(trainer)
     probe = make_samples(seed=0)

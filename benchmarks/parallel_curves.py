@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import add_rank_options, run_ranks, side_by_side, visible_devices
+from benchmarks.ranks import Sizes, add_rank_options, make_trainer, run_ranks, side_by_side, visible_devices
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT, model_flags, prepare
 from benchmarks.texts import repository_text
@@ -40,18 +40,13 @@ from benchmarks.texts import repository_text
 BASELINE, NOISE = "tp1", "tp1-reordered"
 FLOOR = 4 * 2.0**-23
 """Relative difference that fp32 sums may always have."""
-SIZES = {"tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size", "cp": "context-parallel-size"}
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Sizes):
     """`tp2xpp2` and the like; what is not named is 1."""
 
     name: str
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    dp: int = 1
 
     @classmethod
     def parse(cls, name: str) -> Layout:
@@ -62,16 +57,8 @@ class Layout:
         return cls(name, **{part[1]: int(part[2]) for part in parts if part})
 
     @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
-
-    @property
     def reordered(self) -> bool:
         return self.name == NOISE
-
-    def flags(self) -> list[str]:
-        flags = [token for key, flag in SIZES.items() for token in (f"--{flag}", str(vars(self)[key]))]
-        return [*flags, "--actor-num-gpus-per-node", str(self.world_size)]
 
 
 def make_steps(text: bytes, steps: int, samples: int, length: int, seed: int = 0) -> list[list[bytes]]:
@@ -88,14 +75,13 @@ def make_steps(text: bytes, steps: int, samples: int, length: int, seed: int = 0
 def run_rank(args: argparse.Namespace, layout: Layout) -> list[float]:
     """The loss of every step."""
     from slime_retool.config import parse_config
-    from slime_retool.trainer.core import Trainer
     from slime_retool.types import RolloutBatch, TrainSample
 
     tokens = args.max_tokens_per_gpu // (2 if layout.reordered else 1)
     config = parse_config(
         [
             *model_flags(args.model),
-            *layout.flags(),
+            *layout.size_flags(),
             "--device",
             args.device,
             "--ref-load",
@@ -115,10 +101,7 @@ def run_rank(args: argparse.Namespace, layout: Layout) -> list[float]:
             *args.flags,
         ]  # fmt: skip
     )
-    trainer = Trainer(
-        config, rank=args.rank, world_size=layout.world_size, local_rank=args.rank, master_addr="127.0.0.1",
-        master_port=args.port,
-    )  # fmt: skip
+    trainer = make_trainer(config, args)
     trainer.load()
     losses = []
     for number, pieces in enumerate(make_steps(repository_text().encode(), args.steps, args.samples, args.length)):

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import add_rank_options, run_ranks, side_by_side, visible_devices
+from benchmarks.ranks import add_rank_options, make_trainer, run_ranks, side_by_side, visible_devices
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT
 from benchmarks.train_step import Case, make_samples, trainer_flags
@@ -130,15 +130,11 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Train; figures of the timed steps."""
     import torch
 
-    from slime_retool.trainer.core import Trainer
     from slime_retool.types import RolloutBatch
 
     config = parse_config(trainer_flags(case, args.device))
     assert config.vocab_size is not None
-    trainer = Trainer(
-        config, rank=args.rank, world_size=case.world_size, local_rank=args.rank, master_addr="127.0.0.1",
-        master_port=args.port,
-    )  # fmt: skip
+    trainer = make_trainer(config, args)
     on_gpu = args.device == "cuda"
     seconds, peaks, tokens = [], [], 0
     for index in range(WARMUP + STEPS):

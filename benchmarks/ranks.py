@@ -12,8 +12,46 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime_retool.config import Config
+    from slime_retool.trainer.core import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Parallel sizes of a case."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    def size_flags(self) -> list[str]:
+        """For slime_retool.train."""
+        return [
+            "--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp),
+            "--context-parallel-size", str(self.cp), "--expert-model-parallel-size", str(self.ep),
+            "--actor-num-gpus-per-node", str(self.world_size),
+        ]  # fmt: skip
+
+
+def make_trainer(config: Config, args: argparse.Namespace) -> Trainer:
+    """The trainer of this rank, in a process that `run_ranks` started."""
+    from slime_retool.trainer.core import Trainer
+
+    return Trainer(
+        config, rank=args.rank, world_size=config.world_size, local_rank=args.rank, master_addr="127.0.0.1",
+        master_port=args.port,
+    )  # fmt: skip
 
 
 def add_rank_options(parser: argparse.ArgumentParser, *more: str) -> None:

@@ -39,7 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import add_rank_options, run_ranks
+from benchmarks.ranks import Sizes, add_rank_options, make_trainer, run_ranks
 from benchmarks.shapes import ROOT, model_flags
 
 PEAK_FLOPS = 989e12
@@ -47,7 +47,7 @@ SHORTEST, LONGEST = 200, 8192
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Sizes):
     """One row of the table. A field's name is its option."""
 
     name: str = "custom"
@@ -56,16 +56,8 @@ class Case:
     transformer_impl: str = "auto"
     max_tokens_per_gpu: int = 16384
     micro_batches: int = 8
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    dp: int = 1
     forward_only: bool = False
     flags: tuple[str, ...] = field(default=())
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
 
 
 KEEP_LOGITS = ("--keep-logits-gib", "20")
@@ -90,9 +82,8 @@ def trainer_flags(case: Case, device: str) -> list[str]:
     }[case.recompute]
     return [
         *model_flags(case.model), *recompute, "--device", device, "--transformer-impl", case.transformer_impl,
-        "--tensor-model-parallel-size", str(case.tp), "--pipeline-model-parallel-size", str(case.pp),
-        "--context-parallel-size", str(case.cp), "--actor-num-gpus-per-node", str(case.world_size),
-        "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(case.max_tokens_per_gpu), *case.flags,
+        *case.size_flags(), "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(case.max_tokens_per_gpu),
+        *case.flags,
     ]  # fmt: skip
 
 
@@ -134,15 +125,11 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
     import torch
 
     from slime_retool.config import parse_config
-    from slime_retool.trainer.core import Trainer
     from slime_retool.types import RolloutBatch
 
     config = parse_config(trainer_flags(case, args.device))
     on_gpu = args.device == "cuda"
-    trainer = Trainer(
-        config, rank=args.rank, world_size=case.world_size, local_rank=args.rank, master_addr="127.0.0.1",
-        master_port=args.port,
-    )  # fmt: skip
+    trainer = make_trainer(config, args)
 
     def step(index: int) -> tuple[float, list[Any], dict[str, float]]:
         samples = make_samples(case, config.vocab_size, seed=1000 + index)
@@ -252,7 +239,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="instead of --cases: a file of scripts/models, or tiny")
     parser.add_argument("--recompute", choices=("none", "selective", "full"))
     parser.add_argument("--transformer-impl", choices=("auto", "transformer_engine", "local"))
-    for name in ("max-tokens-per-gpu", "micro-batches", "tp", "pp", "cp", "dp"):
+    for name in ("max-tokens-per-gpu", "micro-batches", "tp", "pp", "cp", "dp", "ep"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--forward-only", action="store_true", default=None, help="time the log-prob pass")
     parser.add_argument("--warmup", type=int, default=1, help="steps that are not timed")
