@@ -220,10 +220,11 @@ def run_all(args: argparse.Namespace, cases: Mapping[str, Case]) -> int:
     write_models(args.models)
     tasks = sorted({case.task for case in cases.values()})
     references: dict[str, dict[str, Any]] = {}
+    slots = [str(slot) for slot in range(args.cpu_processes)]
     # The CPU's processes see no GPU.
     side_by_side(
         dict.fromkeys(tasks, 1),
-        [str(slot) for slot in range(args.cpu_processes)],
+        slots,
         lambda task, _: references.update({task: run_case(Case(task, task), args, "cpu", [""])}),
     )
     for task, curve in references.items():
@@ -246,7 +247,7 @@ def run_all(args: argparse.Namespace, cases: Mapping[str, Case]) -> int:
         verdict = "" if name not in failed else "  differs"
         print(f"{name:<20}{found.forward:>10.1e}{found.gradient:>9.2f}%{found.steps:>7.1f}%{verdict}", flush=True)
 
-    devices = visible_devices() if args.device == "cuda" else [str(slot) for slot in range(args.cpu_processes)]
+    devices = visible_devices() if args.device == "cuda" else slots
     shared = devices * (PROCESSES_PER_GPU if args.device == "cuda" else 1)
     side_by_side({name: 1 for name, case in cases.items() if case.world_size == 1}, shared, run)
     wide = {name: case.world_size for name, case in cases.items() if case.world_size > 1}

@@ -31,7 +31,7 @@ from torch.multiprocessing import reductions
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
-from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers
+from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, first_problem
 
 NUM_BUFFERS = 2
 CUDA_DEVICE_ARG = 6
@@ -140,9 +140,7 @@ class IpcTransport:
             shared = [SharedBuffer(peers.bucket_bytes, peers.trainer.device) for _ in range(NUM_BUFFERS)]
         except RuntimeError as error:
             problem = f"rank {rank} has no room for {NUM_BUFFERS} x {peers.bucket_bytes} bytes of weights: {error}"
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        first = next((one for one in problems if one is not None), None)
+        first = first_problem(problem)
         if first is not None:
             raise WeightUpdateError(first)
         return shared

@@ -15,7 +15,7 @@ from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.broadcast import BroadcastTransport
 from slime_retool.trainer.weight_sync.disk import DiskTransport
 from slime_retool.trainer.weight_sync.ipc import IpcTransport
-from slime_retool.trainer.weight_sync.transport import Peers, Transport
+from slime_retool.trainer.weight_sync.transport import Peers, Transport, first_problem
 
 TRANSPORTS: dict[str, Callable[[Peers], Transport]] = {
     "ipc": IpcTransport,
@@ -109,9 +109,7 @@ class WeightSync:
                 step()
         except Exception as error:  # told to every rank below
             problem = str(error) if isinstance(error, WeightUpdateError) else f"{type(error).__name__}: {error}"
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        first = next((p for p in problems if p is not None), None)
+        first = first_problem(problem)
         if first is not None:
             self._transport.reset()
             raise WeightUpdateError(f"weight update {version} failed: {first}")

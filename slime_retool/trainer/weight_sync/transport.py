@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from slime_retool.engine.admin import EngineAdmin, raise_first
 from slime_retool.trainer.core import Trainer
@@ -51,6 +52,13 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give up connections in an orderly way; never raises for an engine that is gone."""
         ...
+
+
+def first_problem(mine: str | None) -> str | None:
+    """What the first rank with a problem says, on every rank; None when no rank has one. Collective."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, mine)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def unless_refused(call: Callable[[], R], futures: Sequence[Future[None]]) -> R:
