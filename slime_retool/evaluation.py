@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.validate import validate_evaluation
+from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import ConfigError, SlimeRetoolError
 from slime_retool.observe.statistics import powers_up_to
 from slime_retool.rollout.manager import RolloutManager
@@ -77,9 +78,10 @@ def _from_checkpoint(config: Config) -> dict[str, float]:
     from slime_retool.cluster.cluster import Cluster
 
     os.makedirs(config.output_dir, exist_ok=True)
-    with Cluster(config) as cluster:
+    with ServerFlagCheck(config) as check, Cluster(config) as cluster:
         signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's start puts its own crash handler there
         with RolloutManager(config) as rollout:
+            check.wait()
             logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
             rollout.connect(cluster.start_router(cluster.start_engines()))
             return rollout.evaluate(resume=True)

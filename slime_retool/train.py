@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from megatron_bridge import flags
 from slime_retool.config import Config, parse_config, resolve_device, validate
-from slime_retool.engine.server import check_server_flags
+from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import ConfigError, RolloutError, SlimeRetoolError
 from slime_retool.observe.memory import GIB, host_bytes
 from slime_retool.observe.metrics import Metrics
@@ -42,16 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         resolve_device(config)
         validate(config)
-        check_server_flags(config)
-    except ConfigError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return 2
-    if config.dry_run:
-        print(" \\\n  ".join([f"python -m {PROG}", *_flag_lines(config)]))
-        return 0
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        run(config)
+        with ServerFlagCheck(config) as check:
+            if config.dry_run:
+                check.wait()
+                print(" \\\n  ".join([f"python -m {PROG}", *_flag_lines(config)]))
+            else:
+                run(config, check)
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; everything it started has been ended", file=sys.stderr)
         return 130
@@ -81,26 +77,27 @@ def _flag_lines(config: Config) -> list[str]:
     return lines
 
 
-def run(config: Config) -> None:
-    """Run the whole loop. Whatever it starts is ended when it returns or raises."""
+def run(config: Config, check: ServerFlagCheck) -> None:
+    """Run the whole loop. Whatever it starts is ended when it returns or raises.
+
+    `check` goes on beside the start of Ray and the reading of the data; trainers and engines wait for it.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
     # Imported here, so that --help and configuration errors answer at once.
     from slime_retool.cluster.cluster import Cluster
     from slime_retool.rollout.manager import RolloutManager
 
     os.makedirs(config.output_dir, exist_ok=True)
     metrics = Metrics(config)
-    rollout: RolloutManager | None = None
     try:
         with Cluster(config) as cluster:
             signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's start puts its own crash handler there
-            rollout = RolloutManager(config)
-            try:
+            with RolloutManager(config) as rollout:
                 if config.num_rollout is None:
                     assert config.num_epoch is not None and config.rollout_batch_size is not None
                     config.num_rollout = math.ceil(config.num_epoch * rollout.num_rows / config.rollout_batch_size)
+                check.wait()
                 Loop(config, cluster, rollout, metrics).run()
-            finally:
-                rollout.close()
     finally:
         metrics.close()
 

@@ -167,3 +167,15 @@ def test_a_run_that_fails_says_why_and_leaves_no_process(model: Path, tmp_path: 
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 1 and "a mistake in the user's reward function" in output
     assert_nothing_left(run)
+
+
+def test_a_flag_that_sglang_does_not_know_ends_the_run_before_trainers_start(model: Path, tmp_path: Path):
+    process, run = start([*command(model, tmp_path), "--sglang-attention-backed", "triton", "--sglang-enable-metrics"])
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 2, output
+    assert output.endswith(
+        "\nslime_retool.train: error: SGLang refuses the --sglang-* flags --attention-backed triton --enable-metrics: "
+        "sglang.launch_server: error: unrecognized arguments: --attention-backed triton\n"
+    )
+    assert "starting Ray" in output and "trainer process" not in output and not (tmp_path / "logs").exists()
+    assert_nothing_left(run)

@@ -16,8 +16,9 @@ from sglang_utils import engine_config, processes_with
 
 from slime_retool.config import Config
 from slime_retool.engine.checksum import REPORT_LOADER
+from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.engine.process import ServerError, SupervisedProcess, free_ports, port_was_taken
-from slime_retool.engine.server import GATHER_PREFILLS, check_server_flags, server_environment, server_flags
+from slime_retool.engine.server import GATHER_PREFILLS, server_environment, server_flags
 from slime_retool.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,16 +191,23 @@ def test_undeclared_flags_are_passed_through_and_replace_defaults(tmp_path: Path
 @pytest.mark.parametrize("name", ["--port", "--model-path", "--tp-size", "--random-seed", "--context-length"])
 def test_a_flag_that_holds_a_value_of_the_run_cannot_be_passed_through(name: str, tmp_path: Path):
     config = engine_config(tmp_path, tmp_path, sglang_server_flags={name: ["1"]})
-    for check in (check_server_flags, lambda config: server_flags(config, model_path=str(tmp_path))):
+    for check in (ServerFlagCheck, lambda config: server_flags(config, model_path=str(tmp_path))):
         with pytest.raises(ConfigError, match=f"{name} is set from"):
             check(config)
 
 
-def test_names_that_sglang_does_not_know_are_refused_before_the_start(tmp_path: Path):
-    flags = {"--attention-backed": ["triton"], "--enable-metrics": []}
-    config = engine_config(tmp_path, tmp_path, sglang_server_flags=flags)
-    with pytest.raises(ConfigError, match="SGLang refuses .*unrecognized arguments: --attention-backed triton$"):
-        check_server_flags(config)
+def test_only_engines_of_the_run_have_flags_to_ask_about(tmp_path: Path, monkeypatch):
+    mark = new_mark()
+    monkeypatch.setenv(*mark.split("="))
+    flags = {"--attention-backend": ["triton"]}
+    for values in (
+        {},
+        {"sglang_server_flags": flags, "debug_train_only": True},
+        {"sglang_server_flags": flags, "rollout_external_urls": ["http://127.0.0.1:1"]},
+    ):
+        with ServerFlagCheck(engine_config(tmp_path, tmp_path, **values)) as check:
+            assert list(processes_with(mark)) in ([], [os.getpid()])
+            check.wait()
 
 
 def test_only_engines_that_give_back_memory_get_the_memory_saver(tmp_path: Path):

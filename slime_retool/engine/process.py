@@ -136,6 +136,13 @@ class SupervisedProcess:
                 )
             time.sleep(0.2)
 
+    def wait(self, timeout: float) -> int | None:
+        """The exit status, when the command ends by itself within `timeout` seconds; else None."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
     def stop(self) -> None:
         """End the server and every process it started; safe to call twice."""
         if self._stopped:

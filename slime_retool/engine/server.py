@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.process import Server
 from slime_retool.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 Flags = dict[str, list[str]]
 
 # A CPU serves any model in float32 with torch's own attention (measured with SGLang 0.5.15.post1).
@@ -67,45 +64,8 @@ OWNED_FLAGS = {
 }
 
 
-PARSE = """
-import argparse, sys
-from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser(prog="sglang.launch_server", allow_abbrev=False)
-ServerArgs.add_cli_args(parser)
-parser.parse_args(sys.argv[1:])
-"""
-PARSE_TIMEOUT = 180.0
-
-
-def check_server_flags(config: Config) -> None:
-    """Refuse, before anything starts, undeclared `--sglang-*` flags that no engine could be started with.
-
-    Raises ConfigError for one that collides with a value of the run (`OWNED_FLAGS`), and for names and values that
-    SGLang's own parser does not take. The latter imports SGLang in a process of its own (about ten seconds), and only
-    when there are such flags.
-    """
-    _check_owned(config)
-    given = config.sglang_server_flags
-    if not given or config.rollout_external_urls or config.num_engines == 0:
-        return
-    words = [word for name, values in given.items() for word in (name, *values)]
-    logger.info("asking SGLang whether it takes %s", " ".join(words))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", PARSE, "--model-path", "none", *words],
-            env=server_environment(config, None),
-            capture_output=True,
-            text=True,
-            timeout=PARSE_TIMEOUT,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"SGLang did not check its --sglang-* flags within {PARSE_TIMEOUT:g} s") from error
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise ConfigError(f"SGLang refuses the --sglang-* flags {' '.join(words)}: {lines[-1]}")
-
-
-def _check_owned(config: Config) -> None:
+def check_owned(config: Config) -> None:
+    """Raise ConfigError for an undeclared flag that collides with a value of the run (`OWNED_FLAGS`)."""
     for name in config.sglang_server_flags:
         if name in OWNED_FLAGS:
             raise ConfigError(
@@ -118,7 +78,7 @@ def server_flags(config: Config, *, model_path: str, rank: int = 0) -> Flags:
 
     ConfigError for an undeclared flag that collides with a value of the run.
     """
-    _check_owned(config)
+    check_owned(config)
     flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)
     if _gathers_prefills(config):
         flags |= GATHER_PREFILLS

@@ -1,0 +1,159 @@
+"""The question whether SGLang takes the flags, beside the rest of a start: no real Ray and no real SGLang here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sglang_utils import engine_config, processes_with
+
+from slime_retool import evaluation, train
+from slime_retool.cluster import cluster
+from slime_retool.engine import flag_check
+from slime_retool.errors import ConfigError
+from slime_retool.rollout import manager
+
+ANSWER = """
+import sys, time
+from pathlib import Path
+go, status = sys.argv[-2:]
+while not Path(go).exists():
+    time.sleep(0.01)
+print("sglang.launch_server: error: so it is", file=sys.stderr)
+sys.exit(int(status))
+"""
+"""In place of SGLang's parser: answers with a status when a file is there."""
+
+
+class Start:
+    """What `train.main` and `evaluation.main` start, in order: Ray, the rollout side, then trainers and engines."""
+
+    def __init__(self, go: Path) -> None:
+        self.go = go
+        self.mark = f"SLIME_RETOOL_TEST_RUN={uuid.uuid4().hex}"
+        self.events: list[str] = []
+        self.ray_starts: Callable[[], object] = go.touch
+
+    def asking(self) -> dict[int, str]:
+        """Processes of the question, which are all that carry the mark."""
+        return processes_with(self.mark)
+
+
+class Part:
+    """Stands for `Cluster` and `RolloutManager`."""
+
+    def __init__(self, name: str, start: Start) -> None:
+        self.name, self.start, self.num_rows = name, start, 1
+
+    def __enter__(self) -> Part:
+        self.start.events.append(f"{self.name} starts")
+        if self.name == "Ray":
+            assert self.start.asking(), "the question is asked before Ray starts"
+            self.start.ray_starts()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.start.events.append(f"{self.name} ends")
+
+    def start_engines(self) -> list[str]:
+        self.start.events.append("trainers and engines")
+        return []
+
+    run = start_engines
+
+    def start_router(self, urls: list[str]) -> str:
+        return ""
+
+    def connect(self, url: str) -> None: ...
+
+    def evaluate(self, *, resume: bool) -> dict[str, float]:
+        raise ConfigError("nothing to evaluate")
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    start = Start(tmp_path / "go")
+    monkeypatch.setenv(*start.mark.split("="))
+    monkeypatch.setattr(flag_check, "PARSE", ANSWER)
+    monkeypatch.setattr(flag_check, "PARSE_TIMEOUT", 30.0)
+    monkeypatch.setattr(cluster, "Cluster", lambda config: Part("Ray", start))
+    for module in (manager, evaluation):
+        monkeypatch.setattr(module, "RolloutManager", lambda config: Part("rollout", start))
+    monkeypatch.setattr(train, "Loop", lambda *_: Part("loop", start))
+    handler = signal.getsignal(signal.SIGTERM)
+    yield start
+    signal.signal(signal.SIGTERM, handler)
+    assert start.asking() == {}
+
+
+def run(
+    main: Callable[[list[str]], int], start: Start, status: int, monkeypatch: pytest.MonkeyPatch, **values: object
+) -> int:
+    """Exit code of a run whose flags SGLang answers with `status`."""
+    folder = start.go.parent
+    config = engine_config(folder, folder, num_rollout=1, eval_prompt_data=["set", "set.jsonl"], **values)
+    config.sglang_server_flags = {"--answer": [str(start.go), str(status)]}
+    for module in (train, evaluation):
+        monkeypatch.setattr(module, "parse_config", lambda *_: config)
+        monkeypatch.setattr(module, "validate", lambda _: None)
+    monkeypatch.setattr(evaluation, "validate_evaluation", lambda _: None)
+    return main([])
+
+
+MAINS = pytest.mark.parametrize("main", [train.main, evaluation.main], ids=["train", "eval"])
+
+
+@MAINS
+def test_ray_starts_while_sglang_is_asked_and_engines_wait_for_the_answer(main, start: Start, monkeypatch):
+    run(main, start, 0, monkeypatch)  # the answer comes only after Ray has begun to start
+    assert start.events == ["Ray starts", "rollout starts", "trainers and engines", "rollout ends", "Ray ends"]
+
+
+@MAINS
+def test_flags_that_sglang_refuses_end_the_run_before_trainers_and_engines(main, start: Start, monkeypatch, capsys):
+    assert run(main, start, 2, monkeypatch) == 2
+    assert start.events == ["Ray starts", "rollout starts", "rollout ends", "Ray ends"]
+    message = (
+        f"error: SGLang refuses the --sglang-* flags --answer {start.go} 2: sglang.launch_server: error: so it is\n"
+    )
+    assert capsys.readouterr().err.endswith(message)
+
+
+@MAINS
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("no cluster answers"), 2), (KeyboardInterrupt(), 130)])
+def test_the_question_ends_with_a_start_of_ray_that_fails(
+    main, error: BaseException, code: int, start: Start, monkeypatch
+):
+    def fail() -> None:
+        raise error
+
+    start.ray_starts = fail  # and no answer ever comes
+    assert run(main, start, 0, monkeypatch) == code
+    assert start.events == ["Ray starts"]
+
+
+def test_an_interrupt_while_the_answer_is_awaited_ends_everything(start: Start, monkeypatch):
+    def interrupted(self: object, timeout: float) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(flag_check.SupervisedProcess, "wait", interrupted)
+    assert run(train.main, start, 0, monkeypatch) == 130
+    assert start.events == ["Ray starts", "rollout starts", "rollout ends", "Ray ends"]
+
+
+def test_an_answer_that_does_not_come_is_an_error(start: Start, monkeypatch, capsys):
+    start.ray_starts = lambda: None
+    monkeypatch.setattr(flag_check, "PARSE_TIMEOUT", 0.1)
+    assert run(train.main, start, 0, monkeypatch) == 2
+    assert "SGLang did not check its --sglang-* flags within 0.1 s" in capsys.readouterr().err
+
+
+def test_a_dry_run_waits_for_the_answer_and_starts_nothing(start: Start, monkeypatch, capsys):
+    start.go.touch()
+    assert run(train.main, start, 2, monkeypatch, dry_run=True) == 2
+    assert start.events == [] and capsys.readouterr().out == ""
