@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 import ray
 
-from slime_retool.cluster.placement import Placement, Slot
+from slime_retool.cluster.placement import Placement
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 
@@ -36,8 +35,19 @@ def check_files(config: Config, placement: Placement) -> None:
     with ExitStack() as stack:
         if not config.debug_rollout_only:
             trained += _markers(config, stack)
-        for slot in {**engines, **trainers}.values():
-            _check(slot, model + (trained if slot.node in trainers else []))
+        hosts = {**engines, **trainers}.values()
+        asked = [model + (trained if slot.node in trainers else []) for slot in hosts]
+        answers = [
+            _look.options(num_gpus=0, scheduling_strategy=slot.strategy).remote([path for _, path in named])
+            for slot, named in zip(hosts, asked, strict=True)
+        ]
+        for (address, missing), named in zip(ray.get(answers), asked, strict=True):
+            for flag, path in named:
+                if path in missing:
+                    raise ConfigError(
+                        f"{flag}: host {address} does not see {path}; all hosts of a run need the same files under the "
+                        "same paths (a shared file system)"
+                    )
 
 
 def _markers(config: Config, stack: ExitStack) -> list[Named]:
@@ -49,17 +59,6 @@ def _markers(config: Config, stack: ExitStack) -> list[Named]:
             marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".slime-retool-shared-", dir=folder))
             markers.append((flag, marker.name))
     return markers
-
-
-def _check(slot: Slot, named: Sequence[Named]) -> None:
-    look = _look.options(num_gpus=0, scheduling_strategy=slot.strategy)
-    address, missing = ray.get(look.remote([path for _, path in named]))
-    for flag, path in named:
-        if path in missing:
-            raise ConfigError(
-                f"{flag}: host {address} does not see {path}; all hosts of a run need the same files under the same "
-                "paths (a shared file system)"
-            )
 
 
 @ray.remote(num_cpus=0)
