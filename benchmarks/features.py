@@ -2,6 +2,7 @@
 
     python benchmarks/features.py                          # every case that the visible GPUs have room for
     python benchmarks/features.py --cases lora moe ppo
+    python benchmarks/features.py --share-gpu              # layouts of several ranks too, on one card
     python benchmarks/features.py --device cpu             # that the script works; only the CPU's layouts differ
 
 CI has no GPU: it checks algorithms, layouts and layers on the CPU. This is where the same code meets cuBLAS, NCCL,
@@ -11,7 +12,7 @@ process on the CPU, in fp32, for every task. Three numbers for each case:
 
 - `forward`: mean |log-prob - the CPU's| of all learned tokens before the first step, in nats
 - `gradient`: the first step's gradient norm, off by so many percent
-- `steps`: mean |log-prob - the CPU's| after the steps over the mean |change| of the CPU's by the steps, in percent
+- `steps`: mean |change of a log-prob by the steps - the CPU's change|, in percent of the CPU's mean |change|
 
 A case passes within `--forward`, `--gradient` and `--after`, which bf16 stays well below and a wrong operand does not.
 Cases run side by side, those of one rank several on a GPU; one that fails costs no other, and the exit code is 1.
@@ -32,10 +33,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import Sizes, add_rank_options, make_trainer, run_ranks, side_by_side, visible_devices
+from benchmarks.ranks import (
+    NO_GPU,
+    Sizes,
+    add_rank_options,
+    add_share_option,
+    make_trainer,
+    places,
+    run_ranks,
+    side_by_side,
+)
 
 VOCAB_SIZE = 1000
-PROCESSES_PER_GPU = 4
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 SP = ("--sequence-parallel",)
 TASKS: dict[str, tuple[str, ...]] = {
@@ -51,12 +60,17 @@ TASKS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Case(Sizes):
-    """A task done in one way. `turns`: between steps everything leaves the card and returns."""
+    """A task done in one way.
+
+    turns: between steps everything leaves the card and returns.
+    resumes: after each step all is saved, the weights are lost, and the checkpoint is loaded.
+    """
 
     name: str
     task: str = "grpo"
     flags: tuple[str, ...] = ()
     turns: bool = False
+    resumes: bool = False
 
 
 CASES = {
@@ -73,6 +87,9 @@ CASES = {
         Case("optimizer_on_host", flags=("--optimizer-cpu-offload",)),
         Case("turns", turns=True),
         Case("ppo_turns", "ppo", turns=True),
+        Case("resumed", resumes=True),
+        Case("ppo_resumed", "ppo", resumes=True),
+        Case("moe_resumed", "moe", resumes=True),
         Case("moe_local", "moe", flags=("--transformer-impl", "local")),
         Case("moe_recompute", "moe", flags=FULL),
         Case("tp2", tp=2, flags=SP),
@@ -88,9 +105,11 @@ CASES = {
         Case("moe_tp2", "moe", tp=2, flags=SP),
         Case("moe_tp2_ep2", "moe", tp=2, ep=2, flags=SP),
         Case("moe_cp2", "moe", cp=2),
+        Case("dp2_resumed", dp=2, resumes=True),
+        Case("moe_ep2_resumed", "moe", dp=2, ep=2, resumes=True),
     )
 }
-GPU_ONLY = ("flash", "fused", "dp2", "optimizer_bits", "optimizer_on_host")
+GPU_ONLY = ("flash", "fused", "dp2", "dp2_resumed", "optimizer_bits", "optimizer_on_host")
 """What the CPU's trainer does not take."""
 
 
@@ -101,6 +120,9 @@ class Curve:
     before: list[float]
     after: list[float]
     grad_norms: list[float]
+
+    def change(self) -> list[float]:
+        return [after - before for after, before in zip(self.after, self.before, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -115,10 +137,11 @@ class Difference:
     def between(cls, curve: Curve, reference: Curve) -> Difference:
         moved = _mean_distance(reference.after, reference.before)
         assert moved > 0.01, f"the steps moved the reference's log-probs by {moved} nats only"
+        change, expected = curve.change(), reference.change()
         return cls(
             _mean_distance(curve.before, reference.before),
             100 * abs(curve.grad_norms[0] / reference.grad_norms[0] - 1),
-            100 * _mean_distance(curve.after, reference.after) / moved,
+            100 * _mean_distance(change, expected) / moved,
         )
 
 
@@ -186,6 +209,7 @@ def run_rank(case: Case, args: argparse.Namespace) -> Curve:
         "--device", args.device, "--ref-load", str(folder / "torch_dist"), "--rollout-batch-size", "6",
         "--n-samples-per-prompt", "4", "--lr", "1e-3", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "600",
         "--num-rollout", str(args.steps),
+        *(folder_flags(args.models / case.name, case.task) if case.resumes else []),
     ]  # fmt: skip
     trainer = make_trainer(parse_config(flags), args)
     trainer.load()
@@ -203,12 +227,32 @@ def run_rank(case: Case, args: argparse.Namespace) -> Curve:
             memory.offload()
             memory.reload()
         grad_norms.append(trainer.train(RolloutBatch(make_samples(seed=number)), number)["train/grad_norm"])
+        if case.resumes:
+            trainer.save(number, {})
+            lose_weights(trainer)
+            assert trainer.load() == (number + 1, {})
     curve = Curve(before, log_probs(), grad_norms)
     trainer.shutdown()
     return curve
 
 
-def run_case(case: Case, args: argparse.Namespace, device: str, gpus: list[str] | None) -> dict[str, Any]:
+def folder_flags(folder: Path, task: str) -> list[str]:
+    """Where a case saves and resumes."""
+    flags = ["--save", str(folder), "--load", str(folder)]
+    critic = str(folder / "critic")
+    return [*flags, "--critic-save", critic, "--critic-load", critic] if task == "ppo" else flags
+
+
+def lose_weights(trainer: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for role in trainer.roles:
+            for parameter in role.module.parameters():
+                parameter.zero_()
+
+
+def run_case(case: Case, args: argparse.Namespace, device: str, gpus: Sequence[str]) -> dict[str, Any]:
     """The curve's fields, or {"error": why}."""
     options = {"--worker": json.dumps(asdict(case)), "--device": device, "--models": args.models, "--steps": args.steps}
     words = [str(word) for pair in options.items() for word in pair]
@@ -221,11 +265,10 @@ def run_all(args: argparse.Namespace, cases: Mapping[str, Case]) -> int:
     tasks = sorted({case.task for case in cases.values()})
     references: dict[str, dict[str, Any]] = {}
     slots = [str(slot) for slot in range(args.cpu_processes)]
-    # The CPU's processes see no GPU.
     side_by_side(
         dict.fromkeys(tasks, 1),
         slots,
-        lambda task, _: references.update({task: run_case(Case(task, task), args, "cpu", [""])}),
+        lambda task, _: references.update({task: run_case(Case(task, task), args, "cpu", NO_GPU)}),
     )
     for task, curve in references.items():
         if "error" in curve:
@@ -235,7 +278,7 @@ def run_all(args: argparse.Namespace, cases: Mapping[str, Case]) -> int:
 
     def run(name: str, gpus: list[str]) -> None:
         case = cases[name]
-        figures = run_case(case, args, args.device, gpus if args.device == "cuda" else [""])
+        figures = run_case(case, args, args.device, gpus if args.device == "cuda" else NO_GPU)
         if "error" in figures:
             failed.append(name)
             print(f"{name:<20}failed: {figures['error']}", flush=True)
@@ -247,11 +290,11 @@ def run_all(args: argparse.Namespace, cases: Mapping[str, Case]) -> int:
         verdict = "" if name not in failed else "  differs"
         print(f"{name:<20}{found.forward:>10.1e}{found.gradient:>9.2f}%{found.steps:>7.1f}%{verdict}", flush=True)
 
-    devices = visible_devices() if args.device == "cuda" else slots
-    shared = devices * (PROCESSES_PER_GPU if args.device == "cuda" else 1)
-    side_by_side({name: 1 for name, case in cases.items() if case.world_size == 1}, shared, run)
+    on_gpu = args.device == "cuda"
+    single = {name: 1 for name, case in cases.items() if case.world_size == 1}
     wide = {name: case.world_size for name, case in cases.items() if case.world_size > 1}
-    for name, why in side_by_side(wide, devices, run).items():
+    side_by_side(single, places(share_gpu=True) if on_gpu else slots, run)
+    for name, why in side_by_side(wide, places(args.share_gpu) if on_gpu else slots, run).items():
         print(f"{name:<20}left out: {why}", flush=True)
     print(f"failed: {', '.join(failed)}" if failed else "all within bounds", flush=True)
     return len(failed)
@@ -267,6 +310,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--after", type=float, default=25.0, help="percent of the change that the steps may be off")
     parser.add_argument("--cpu-processes", type=int, default=2, help="processes at once on the CPU")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of one case")
+    add_share_option(parser)
     add_rank_options(parser)
     parser.add_argument("--models", type=Path, help=argparse.SUPPRESS)
     return parser

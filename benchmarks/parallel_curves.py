@@ -2,6 +2,7 @@
 
     python benchmarks/parallel_curves.py                                   # two GPUs: TP2, PP2, CP2, DP2
     python benchmarks/parallel_curves.py --layouts tp2 pp2 cp2 dp2 tp2xpp2  # four GPUs
+    python benchmarks/parallel_curves.py --layouts tp2xpp2 --share-gpu      # one GPU
     python benchmarks/parallel_curves.py --device cpu --model tiny --length 64 --samples 8
 
 Every run starts from one checkpoint (random weights, written and converted once) and fits the same text in the same
@@ -26,13 +27,23 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import Sizes, add_rank_options, make_trainer, run_ranks, side_by_side, visible_devices
+from benchmarks.ranks import (
+    NO_GPU,
+    Sizes,
+    add_rank_options,
+    add_share_option,
+    make_trainer,
+    places,
+    run_ranks,
+    side_by_side,
+)
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT, model_flags, prepare
 from benchmarks.texts import repository_text
@@ -190,7 +201,7 @@ def run_all(args: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
         rows = compare({name: curves[name] for name in layouts if name in curves}, args.factor)
         return [{**row, "losses": curves[row["layout"]].get("losses", [])} for row in rows]
 
-    def run(name: str, devices: list[str] | None) -> None:
+    def run(name: str, devices: Sequence[str]) -> None:
         names = ("model", "device", "steps", "samples", "length", "lr", "max_tokens_per_gpu")
         options = [word for key in names for word in (f"--{key.replace('_', '-')}", str(vars(args)[key]))]
         worker = ["--worker", name, "--checkpoint", str(weights / "torch_dist"), *options]
@@ -200,10 +211,10 @@ def run_all(args: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
 
     if args.device == "cpu":
         for name in layouts:
-            run(name, None)
+            run(name, NO_GPU)
     else:
         sizes = {name: layout.world_size for name, layout in layouts.items()}
-        for name, why in side_by_side(sizes, visible_devices(), run).items():
+        for name, why in side_by_side(sizes, places(args.share_gpu), run).items():
             finish(name, {"error": why})
     return rows_of()
 
@@ -224,6 +235,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="write rows and curves here (JSON)")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train, for every layout")
+    add_share_option(parser)
     add_rank_options(parser, "--checkpoint")
     parser.add_argument("--flag", action="append", default=[], help=argparse.SUPPRESS)
     return parser

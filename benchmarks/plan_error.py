@@ -2,6 +2,7 @@
 
     python benchmarks/plan_error.py                                   # every case that fits the visible GPUs
     python benchmarks/plan_error.py --gpus 1 --cases 4b 4b_full --timeout 90
+    python benchmarks/plan_error.py --share-gpu --cases 1.7b_tp2      # memory of layouts, their ranks on one GPU
     python benchmarks/plan_error.py --report                          # predict anew what was measured before
     python benchmarks/plan_error.py --device cpu --model tiny         # that it works; its figures mean nothing
 
@@ -12,7 +13,8 @@ error of, all cases found there.
 
 Memory is the fullest rank's: `memory/trainer_peak_gib` of the trainer's own metrics (what tensors held) against the
 plan's weights, gradients, optimizer, activations and logits, without the CUDA context and NCCL's buffers, which torch
-does not count. Time is the median timed step against the plan's for samples of the very same lengths.
+does not count. Time is the median timed step against the plan's for samples of the very same lengths; ranks that share
+a GPU (--share-gpu) have none.
 """
 
 from __future__ import annotations
@@ -29,7 +31,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import add_rank_options, make_trainer, run_ranks, side_by_side, visible_devices
+from benchmarks.ranks import (
+    NO_GPU,
+    RANKS_PER_GPU,
+    add_rank_options,
+    add_share_option,
+    make_trainer,
+    run_ranks,
+    side_by_side,
+    visible_devices,
+)
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT
 from benchmarks.train_step import Case, make_samples, trainer_flags
@@ -74,8 +85,8 @@ class Comparison:
     case: str
     gib: tuple[float, float]
     """Peak memory of the fullest rank, measured and predicted."""
-    seconds: tuple[float, float]
-    """Of a step, measured and predicted."""
+    seconds: tuple[float, float] | None
+    """Of a step, measured and predicted; None where ranks shared a GPU."""
     device: str
 
     @property
@@ -83,8 +94,8 @@ class Comparison:
         return percent_off(*self.gib)
 
     @property
-    def seconds_error(self) -> float:
-        return percent_off(*self.seconds)
+    def seconds_error(self) -> float | None:
+        return percent_off(*self.seconds) if self.seconds else None
 
 
 def percent_off(measured: float, predicted: float) -> float:
@@ -111,18 +122,25 @@ def card_of(device: str) -> Card:
 
 def compare(case: Case, figures: dict[str, Any]) -> Comparison:
     gib, seconds = predict(case, card_of(figures["device"]))
-    return Comparison(case.name, (figures["peak_gib"], gib), (figures["step_seconds"], seconds), figures["device"])
+    measured = figures["step_seconds"]
+    both = None if measured is None else (measured, seconds)
+    return Comparison(case.name, (figures["peak_gib"], gib), both, figures["device"])
 
 
 HEADER = f"{'case':<18}{'GiB':>8}{'plan':>8}{'error':>8}{'step s':>9}{'plan':>8}{'error':>8}{'tok/s/GPU':>11}  layout"
 
 
 def row(found: Comparison, case: Case, tokens_per_second: float) -> str:
+    if found.seconds is None:
+        times, device = f"{'':>36}", f"sharing one {found.device}"
+    else:
+        times = f"{found.seconds[0]:>9.3f}{found.seconds[1]:>8.3f}{found.seconds_error:>+7.1f}%"
+        times += f"{tokens_per_second:>11,.0f}"
+        device = found.device
     layout = " ".join(f"{name}{size}" for name in ("tp", "pp", "cp", "dp") if (size := asdict(case)[name]) > 1)
     return (
-        f"{found.case:<18}{found.gib[0]:>8.1f}{found.gib[1]:>8.1f}{found.gib_error:>+7.1f}%"
-        f"{found.seconds[0]:>9.3f}{found.seconds[1]:>8.3f}{found.seconds_error:>+7.1f}%{tokens_per_second:>11,.0f}"
-        f"  {layout or 'one rank'}, {found.device}"
+        f"{found.case:<18}{found.gib[0]:>8.1f}{found.gib[1]:>8.1f}{found.gib_error:>+7.1f}%{times}"
+        f"  {layout or 'one rank'}, {device}"
     )
 
 
@@ -137,7 +155,8 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     trainer = make_trainer(config, args)
     on_gpu = args.device == "cuda"
     seconds, peaks, tokens = [], [], 0
-    for index in range(WARMUP + STEPS):
+    warmup, steps = (1, 1) if args.share_gpu else (WARMUP, STEPS)
+    for index in range(warmup + steps):
         samples = make_samples(case, config.vocab_size, seed=SEED + index)
         if on_gpu:
             torch.cuda.synchronize()
@@ -145,23 +164,24 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         metrics = trainer.train(RolloutBatch(samples), index)
         if on_gpu:
             torch.cuda.synchronize()
-        if index >= WARMUP:
+        if index >= warmup:
             seconds.append(time.perf_counter() - begin)
             peaks.append(metrics["memory/trainer_peak_gib" if on_gpu else "memory/trainer_host_gib"])
             tokens += sum(sample.length for sample in samples)
     trainer.shutdown()
     return {
         "peak_gib": max(peaks),
-        "step_seconds": statistics.median(seconds),
+        "step_seconds": None if args.share_gpu and case.world_size > 1 else statistics.median(seconds),
         "tokens_per_second": tokens / sum(seconds) / case.world_size,
         "micro_batches": metrics["train/micro_batches"],
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }
 
 
-def measure(case: Case, args: argparse.Namespace, devices: Sequence[str] | None = None) -> dict[str, Any]:
+def measure(case: Case, args: argparse.Namespace, devices: Sequence[str] = NO_GPU) -> dict[str, Any]:
     """Run the case on these GPUs and keep its figures; {"error": why} when it fails or runs out of time."""
     command = [sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--device", args.device]
+    command += ["--share-gpu"] if args.share_gpu else []
     figures = run_ranks(command, case.world_size, args.timeout, devices)
     record = {"case": asdict(case), "figures": figures}
     folder = args.out_dir / "plan_cases"
@@ -180,13 +200,14 @@ def measure_all(cases: list[Case], args: argparse.Namespace) -> None:
             print(f"{name}: left out, --budget {args.budget:.0f} s are over", flush=True)
             return
         case = by_name[name]
-        figures = measure(case, args, devices if args.device == "cuda" else None)
+        figures = measure(case, args, devices if args.device == "cuda" else NO_GPU)
         if "error" in figures:
             print(f"{name}: failed: {figures['error']}", flush=True)
         else:
             print(f"{HEADER}\n{row(compare(case, figures), case, figures['tokens_per_second'])}", flush=True)
 
-    side_by_side({name: case.world_size for name, case in by_name.items()}, usable_devices(args), one)
+    widths = {name: 1 if args.share_gpu else case.world_size for name, case in by_name.items()}
+    side_by_side(widths, usable_devices(args), one)
 
 
 def usable_devices(args: argparse.Namespace) -> list[str]:
@@ -224,8 +245,10 @@ def report(args: argparse.Namespace) -> int:
     if on_gpu:
         for metric, errors in (
             ("plan_memory_error", [found.gib_error for found in on_gpu]),
-            ("plan_step_time_error", [found.seconds_error for found in on_gpu]),
+            ("plan_step_time_error", [found.seconds_error for found in on_gpu if found.seconds_error is not None]),
         ):
+            if not errors:
+                continue
             worst = max(abs(error) for error in errors)
             unit = f"% off, worst of {len(errors)} cases"
             write_result(metric, round(worst, 1), unit, out_dir=args.out_dir, card=on_gpu[0].device)
@@ -236,7 +259,7 @@ def report(args: argparse.Namespace) -> int:
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
     if args.model is not None:
         return [Case(args.model, args.model, max_tokens_per_gpu=args.max_tokens_per_gpu, micro_batches=2)]
-    limit = len(usable_devices(args))
+    limit = len(usable_devices(args)) * (RANKS_PER_GPU if args.share_gpu else 1)
     chosen = [CASES[name] for name in args.cases or CASES]
     too_wide = [case.name for case in chosen if case.world_size > limit]
     if args.cases and too_wide:
@@ -251,6 +274,7 @@ def fits(case: Case, args: argparse.Namespace) -> bool:
     import torch
 
     gib, _ = predict(case, card_of(torch.cuda.get_device_name()))
+    gib *= case.world_size if args.share_gpu else 1
     room = torch.cuda.get_device_properties(0).total_memory / GIB
     if gib > 0.95 * room:
         print(f"{case.name}: left out, {gib:.0f} GiB do not fit the card's {room:.0f}", flush=True)
@@ -268,6 +292,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--report", action="store_true", help="run nothing: the table of what was measured before")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
+    add_share_option(parser)
     add_rank_options(parser)
     return parser
 

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from slime_retool.trainer.core import Trainer
 
 
+NO_GPU = ("",)
+"""`devices` of ranks on the CPU."""
+RANKS_PER_GPU = 4
+"""That share one, where they may."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Parallel sizes of a case."""
@@ -49,7 +55,7 @@ def make_trainer(config: Config, args: argparse.Namespace) -> Trainer:
     from slime_retool.trainer.core import Trainer
 
     return Trainer(
-        config, rank=args.rank, world_size=config.world_size, local_rank=args.rank, master_addr="127.0.0.1",
+        config, rank=args.rank, world_size=config.world_size, local_rank=0, master_addr="127.0.0.1",
         master_port=args.port,
     )  # fmt: skip
 
@@ -63,21 +69,27 @@ def add_rank_options(parser: argparse.ArgumentParser, *more: str) -> None:
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
 
 
-def run_ranks(
-    command: Sequence[str], world_size: int, timeout: float, devices: Sequence[str] | None = None
-) -> dict[str, Any]:
+def add_share_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--share-gpu", action="store_true",
+        help="run all ranks of a case on one GPU: the same computation with everything sent through NCCL's sockets, "
+        "so that layouts can be checked where there are fewer GPUs than ranks; its times mean nothing",
+    )  # fmt: skip
+
+
+def run_ranks(command: Sequence[str], world_size: int, timeout: float, devices: Sequence[str]) -> dict[str, Any]:
     """Run `command --rank R --port P --result FILE` for every rank; rank 0 writes JSON to FILE, which is returned.
 
-    The ranks see only the GPUs `devices` (values of CUDA_VISIBLE_DEVICES), all that this process sees when None.
+    Each rank sees its one of `devices` (values of CUDA_VISIBLE_DEVICES, the same one for ranks that share a GPU; NO_GPU
+    for all on the CPU) as its only GPU.
     {"error": why, with the log's end} when a rank fails or the time is up; no process is left either way.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Micro-batches differ in size, which would leave holes in memory.
-    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    from slime_retool.cluster.cluster import trainer_environment
+
+    env = {**os.environ, **trainer_environment(colocate=False)}
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         result = Path(scratch) / "result.json"
         logs = [Path(scratch) / f"{rank}.log" for rank in range(world_size)]
@@ -86,8 +98,9 @@ def run_ranks(
         try:
             for rank, log in enumerate(logs):
                 options = ["--rank", str(rank), "--port", str(port), "--result", str(result)]
+                own = rank_environment(rank, world_size, devices)
                 with log.open("w") as file:
-                    children.append(subprocess.Popen([*command, *options], stdout=file, stderr=file, env=env))
+                    children.append(subprocess.Popen([*command, *options], stdout=file, stderr=file, env=env | own))
             deadline = time.monotonic() + timeout
             while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
                 if time.monotonic() > deadline:
@@ -113,12 +126,28 @@ def run_ranks(
         return json.loads(result.read_text())
 
 
+def rank_environment(rank: int, world_size: int, devices: Sequence[str]) -> dict[str, str]:
+    """What one rank's environment adds."""
+    own = {"CUDA_VISIBLE_DEVICES": devices[rank % len(devices)]}
+    if tuple(devices) == NO_GPU:
+        return own | {"OMP_NUM_THREADS": "1"}  # several such processes run at once, of models with nothing to share out
+    if len(set(devices)) < world_size:
+        # NCCL refuses two ranks on one GPU of a host. As ranks of different hosts they talk through sockets instead.
+        own |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
+    return own
+
+
 def visible_devices() -> list[str]:
     """The GPUs of this process, as CUDA_VISIBLE_DEVICES would name them."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def places(share_gpu: bool) -> list[str]:
+    """The visible GPUs, each as often as it takes ranks."""
+    return visible_devices() * (RANKS_PER_GPU if share_gpu else 1)
 
 
 def side_by_side(

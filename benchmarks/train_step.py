@@ -39,7 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import Sizes, add_rank_options, make_trainer, run_ranks
+from benchmarks.ranks import NO_GPU, Sizes, add_rank_options, make_trainer, run_ranks, visible_devices
 from benchmarks.shapes import ROOT, model_flags
 
 PEAK_FLOPS = 989e12
@@ -201,7 +201,10 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--device", args.device,
         "--warmup", str(args.warmup), "--steps", str(args.steps), *(["--profile"] if args.profile else []),
     ]  # fmt: skip
-    return run_ranks(command, case.world_size, args.timeout)
+    devices = visible_devices() if args.device == "cuda" else NO_GPU
+    if args.device == "cuda" and len(devices) < case.world_size:
+        return {"error": f"needs {case.world_size} GPUs, {len(devices)} are visible"}
+    return run_ranks(command, case.world_size, args.timeout, devices)
 
 
 HEADER = (

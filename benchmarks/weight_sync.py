@@ -11,8 +11,8 @@ One trainer process and, for each measurement, one SGLang engine:
 - nccl (the engine on a second GPU; left out where there is none): sync_nccl_s.
 
 Pause, flush and resume of the engine are part of an update, on one GPU of the cycle. The first round of each
-(page-locked memory, connections) is reported apart; figures are medians of the others. At the end every weight's
-checksum is compared between both sides. Writes one file per figure (`results.py`) and prints one JSON object.
+(page-locked memory, connections) is reported apart; figures are medians of the others. A figure counts, and its file
+(`results.py`) is written, once every weight's checksum was equal on both sides. Prints one JSON object at the end.
 """
 
 from __future__ import annotations
@@ -138,10 +138,19 @@ def same_weights(sync: Any, engine: Any) -> bool:
     return sync.weight_checksums() == engine.weight_checksums()
 
 
-def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    from slime_retool.cluster.cluster import TRAINER_ENVIRONMENT
+def keep(args: argparse.Namespace, result: dict[str, Any], *names: str) -> None:
+    """Write figures as soon as they are there: what comes later may fail."""
+    from benchmarks.results import write_result
 
-    os.environ.update(TRAINER_ENVIRONMENT)
+    suffix = "" if args.model == "qwen3-4B" else f"_{args.model}"
+    for name in names:
+        write_result(name + suffix, round(result[name], 4), "s", out_dir=args.results)
+
+
+def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    from slime_retool.cluster.cluster import trainer_environment
+
+    os.environ.update(trainer_environment(colocate=True))
     import torch
 
     from benchmarks.shapes import make_checkpoint
@@ -202,7 +211,8 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             engines["ipc"].flush_cache()
             engines["ipc"].release_memory(["kv_cache"])
             memory.reload()
-            result["ipc_same_weights"] = same_weights(sync, engines["ipc"])
+            assert same_weights(sync, engines["ipc"]), "the engine's weights differ from the trainer's"
+            keep(args, result, "sync_ipc_s", "offload_cycle_s")
             sync.close()
         memory.reload()
         if "nccl" in wanted:
@@ -213,7 +223,8 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
                 say(f"broadcast {number}: {watch.seconds['sync_nccl'][-1]:.3f}")
             result |= {"sync_nccl_s": watch.median("sync_nccl"), "sync_nccl_first_s": watch.first("sync_nccl")}
             assert generates(engines["nccl"]), "the engine does not generate after the update"
-            result["nccl_same_weights"] = same_weights(sync, engines["nccl"])
+            assert same_weights(sync, engines["nccl"]), "the engine's weights differ from the trainer's"
+            keep(args, result, "sync_nccl_s")
             sync.close()
         result["memory"] = notes
         result["seconds"] = {name: [round(s, 4) for s in values] for name, values in watch.seconds.items()}
@@ -241,16 +252,11 @@ def main() -> None:
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(args.timeout)
     faulthandler.dump_traceback_later(args.timeout + 20, exit=True)  # stuck where no signal is heard
-    from benchmarks.results import write_result
     from benchmarks.shapes import model_flags
 
     if args.device == "cpu":
         args.model = "tiny"
     result = measure(args, model_flags(args.model))
-    suffix = "" if args.model == "qwen3-4B" else f"_{args.model}"
-    for name in ("sync_ipc_s", "sync_nccl_s", "offload_cycle_s"):
-        if name in result:
-            write_result(name + suffix, round(result[name], 4), "s", out_dir=args.results)
     signal.alarm(0)
     faulthandler.cancel_dump_traceback_later()
     print(json.dumps(result, indent=2))

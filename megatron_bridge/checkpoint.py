@@ -13,6 +13,7 @@ that a checkpoint does not depend on whether Transformer Engine was there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,11 @@ def resolve_checkpoint_dir(path: str | Path) -> Path:
     return directory
 
 
+def is_extra_state(key: str) -> bool:
+    """Whether a key is a layer's `_extra_state`; grouped experts number all but their first: `_extra_state3`."""
+    return re.fullmatch(r"_extra_state\d*", key.rpartition(".")[2]) is not None
+
+
 def model_state_dict(chunks: Sequence[Any]) -> dict[str, Any]:
     """Sharded state of the model, for `dist_checkpointing.save` and `load`.
 
@@ -70,7 +76,7 @@ def model_state_dict(chunks: Sequence[Any]) -> dict[str, Any]:
     """
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     return {
-        name: {key: value for key, value in chunk.sharded_state_dict().items() if not key.endswith("_extra_state")}
+        name: {key: value for key, value in chunk.sharded_state_dict().items() if not is_extra_state(key)}
         for name, chunk in zip(names, chunks, strict=True)
     }
 
@@ -80,7 +86,7 @@ def load_model_state(chunks: Sequence[Any], state: dict[str, Any]) -> None:
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     for name, chunk in zip(names, chunks, strict=True):
         missing, unexpected = chunk.load_state_dict(state[name], strict=False)
-        missing = [key for key in missing if not key.endswith("_extra_state")]
+        missing = [key for key in missing if not is_extra_state(key)]
         assert not missing and not unexpected, (missing, unexpected)
 
 

@@ -13,6 +13,7 @@ optimizers insist on CUDA tensor types, so the CPU trains in fp32 and clips grad
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,6 +177,9 @@ def _replace_collectives() -> None:
 
 
 def _replace_megatron_parts() -> None:
+    # Where it is installed, Megatron takes Transformer Engine's Adam and more without asking for the device.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+
     # Compiling the small fused functions costs a C++ compiler and minutes; the plain ones are exact.
     from megatron.core import jit
 

@@ -21,7 +21,7 @@ from base_model import train_tokenizer  # noqa: E402
 from benchmarks import convert, features, kernels, multiturn, step_overhead  # noqa: E402
 from benchmarks.logprob_diff import line_fit, trend  # noqa: E402
 from benchmarks.parallel_curves import BASELINE, NOISE, Layout, compare, make_steps, table  # noqa: E402
-from benchmarks.ranks import run_ranks, side_by_side  # noqa: E402
+from benchmarks.ranks import NO_GPU, rank_environment, run_ranks, side_by_side  # noqa: E402
 from benchmarks.rl_step import run_training  # noqa: E402
 from benchmarks.scripted_turns import TurnCounts  # noqa: E402
 from benchmarks.shapes import model_args, split_shards, tensor_shapes, write_checkpoint  # noqa: E402
@@ -158,8 +158,16 @@ def test_a_failing_rank_is_reported_with_its_last_words(tmp_path: Path):
         "if args.rank == '0':\n    pathlib.Path(args.result).write_text(json.dumps({'losses': [1.0]}))\n"
     )
     command = [sys.executable, str(script)]
-    assert run_ranks(command, 2, timeout=300) == {"losses": [1.0]}
-    assert "rank 1 ended with 1:\n    no such layout" in run_ranks([*command, "--fail", "1"], 2, timeout=300)["error"]
+    assert run_ranks(command, 2, 300, NO_GPU) == {"losses": [1.0]}
+    assert "rank 1 ended with 1:\n    no such layout" in run_ranks([*command, "--fail", "1"], 2, 300, NO_GPU)["error"]
+
+
+def test_ranks_see_one_gpu_each_and_are_of_different_hosts_only_where_they_share_it():
+    apart = [rank_environment(rank, 2, ["3", "5"]) for rank in range(2)]
+    assert apart == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
+    shared = [rank_environment(rank, 4, ["3", "3", "5", "5"]) for rank in range(4)]
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in shared] == ["3", "3", "5", "5"]
+    assert len({own["NCCL_HOSTID"] for own in shared}) == 4
 
 
 def test_a_trend_is_a_slope_beyond_its_error_that_matters():
@@ -236,7 +244,7 @@ def test_a_feature_is_off_by_its_log_probs_its_gradient_and_what_its_steps_did()
     assert (same.forward, same.gradient, same.steps) == (0, 0, 0)
     off = features.Curve(before=[-1.1, -2.0], after=[-1.5, -2.6], grad_norms=[1.9, 7.0])
     found = features.Difference.between(off, reference)
-    assert (found.forward, found.gradient, found.steps) == pytest.approx((0.05, 5, 10))
+    assert (found.forward, found.gradient, found.steps) == pytest.approx((0.05, 5, 20))
 
 
 def test_the_features_benchmark_runs_and_fails_beyond_its_bounds(monkeypatch, capsys) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_retool.engine.checksum import hf_weights
+from slime_retool.engine.checksum import CHUNK, hf_weights, tensor_checksum
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, PADDED = 8, 2, 4, 16, 24, 13, 16
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
@@ -92,3 +92,35 @@ def test_workers_shares_make_the_checkpoints_tensors(workers: int) -> None:
     for result in results:
         assert result.keys() == weights.keys()
         assert all(torch.equal(result[name], weights[name]) for name in weights)
+
+
+def test_a_checksum_is_the_weighted_sum_of_the_bits_modulo_two_to_the_64():
+    tensor = torch.tensor([1.0, -2.5, 0.0, 3e-3], dtype=torch.bfloat16)
+    total = 0
+    for index, bits in enumerate(tensor.view(torch.int16).tolist()):
+        weight = index
+        for factor, shift in ((0x9E3779B97F4A7C15, 32), (0xBF58476D1CE4E5B9, 29)):
+            weight = weight * factor % 2**64
+            signed = weight - 2**64 if weight >= 2**63 else weight
+            weight = (signed ^ (signed >> shift)) % 2**64
+        total = (total + bits * (weight | 1)) % 2**64
+    assert tensor_checksum(tensor) == f"{total:016x}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_checksum_changes_with_every_element_and_their_order(dtype: torch.dtype):
+    tensor = torch.randn(300, 70, generator=torch.Generator().manual_seed(1)).to(dtype)
+    same = tensor_checksum(tensor)
+    assert same == tensor_checksum(tensor.clone()) == tensor_checksum(tensor.T.contiguous().T)
+    others = {tensor_checksum(tensor.T), tensor_checksum(tensor.roll(1)), tensor_checksum(tensor.flip(0))}
+    for index in (0, 69, 20_999):
+        changed = tensor.clone().view(-1)
+        changed[index] += changed[index].abs() * torch.finfo(dtype).eps
+        others.add(tensor_checksum(changed))
+    assert len(others) == 6 and same not in others
+
+
+def test_a_checksum_of_several_chunks_knows_their_order():
+    first, second = torch.zeros(CHUNK, dtype=torch.int8), torch.ones(3, dtype=torch.int8)
+    assert tensor_checksum(torch.cat([first, second])) != tensor_checksum(torch.cat([second, first]))
+    assert tensor_checksum(torch.cat([first, second])) != tensor_checksum(second)

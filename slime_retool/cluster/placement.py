@@ -43,10 +43,9 @@ class Slot:
 
     def options(self, environment: dict[str, str] | None = None) -> dict[str, Any]:
         """Options of an actor that runs here and sees this device alone."""
-        variables = dict(environment or {})
-        if self.gpu is not None:
-            # The bundle holds the GPU; Ray, asked for none here, would hide all of them.
-            variables |= {"CUDA_VISIBLE_DEVICES": self.gpu, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        # The bundle holds the GPU; what Ray does for an actor that asks for none has changed with its versions.
+        own = {"CUDA_VISIBLE_DEVICES": self.gpu or "", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        variables = {**(environment or {}), **own}
         return {"num_gpus": 0, "scheduling_strategy": self.strategy, "runtime_env": {"env_vars": variables}}
 
 

@@ -172,7 +172,7 @@ class EngineAdmin:
         self._post("/destroy_weights_update_group", {"group_name": group_name})
 
     def weight_checksums(self) -> dict[str, str]:
-        """{Hugging Face name: SHA-256 hex} of the weights the engine holds now; see `engine.checksum`.
+        """{Hugging Face name: checksum} of the weights the engine holds now; see `engine.checksum`.
 
         For engines that share this host's file system for temporary files, started by `EngineProcess`, which registers
         the function that computes them.

@@ -115,7 +115,7 @@ class WeightSync:
             raise WeightUpdateError(f"weight update {version} failed: {first}")
 
     def weight_checksums(self) -> dict[str, str]:
-        """{HF name: SHA-256} of the trainer's weights on global rank 0, {} elsewhere. Collective.
+        """{HF name: checksum} of the trainer's weights on global rank 0, {} elsewhere. Collective.
 
         Comparable with `EngineAdmin.weight_checksums` when the engine holds the trainer's dtype.
         """
