@@ -172,6 +172,7 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "peak_gib": max(peaks),
         "step_seconds": None if args.share_gpu and case.world_size > 1 else statistics.median(seconds),
+        "each_step_seconds": [round(value, 4) for value in seconds],
         "tokens_per_second": tokens / sum(seconds) / case.world_size,
         "micro_batches": metrics["train/micro_batches"],
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",

@@ -58,6 +58,23 @@ def test_the_plan_is_near_what_one_h200_took(name):
         assert 0.99 * gib < predicted_gib < (1.05 if KEEP == case.flags else 1.03) * gib
 
 
+TWO_H200 = {
+    "1.7b_tp2": (31.5, 1.727),
+    "4b_tp2": (65.4, 3.625),
+    "1.7b_cp2": (51.6, 1.696),
+    "4b_dp2_overlap": (106.6, 1.624),
+}
+"""The same of plan_error.py's cases of two GPUs, without the pipeline, whose time is further off."""
+
+
+@pytest.mark.parametrize("name", TWO_H200)
+def test_the_plan_is_near_what_two_h200_took(name):
+    gib, seconds = TWO_H200[name]
+    predicted_gib, predicted_seconds = plan_error.predict(plan_error.CASES[name], CARDS["h200"])
+    assert predicted_seconds == pytest.approx(seconds, rel=0.1)
+    assert 0.99 * gib < predicted_gib < 1.03 * gib
+
+
 def test_the_plan_is_made_for_the_samples_that_are_timed():
     """Memory of the longest micro-batch; time in proportion to the tokens: the cases' batches are alike but twice as
     many on two data-parallel ranks."""
