@@ -15,6 +15,7 @@ import pytest
 from sglang_utils import engine_config, processes_with
 
 from slime_retool.config import Config
+from slime_retool.engine import flag_check
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.engine.process import ServerError, SupervisedProcess, free_ports, port_was_taken
@@ -196,18 +197,17 @@ def test_a_flag_that_holds_a_value_of_the_run_cannot_be_passed_through(name: str
             check(config)
 
 
-def test_only_engines_of_the_run_have_flags_to_ask_about(tmp_path: Path, monkeypatch):
-    mark = new_mark()
-    monkeypatch.setenv(*mark.split("="))
-    flags = {"--attention-backend": ["triton"]}
-    for values in (
-        {},
-        {"sglang_server_flags": flags, "debug_train_only": True},
-        {"sglang_server_flags": flags, "rollout_external_urls": ["http://127.0.0.1:1"]},
-    ):
-        with ServerFlagCheck(engine_config(tmp_path, tmp_path, **values)) as check:
-            assert list(processes_with(mark)) in ([], [os.getpid()])
-            check.wait()
+@pytest.mark.parametrize(
+    "values",
+    [{"sglang_server_flags": {}}, {"debug_train_only": True}, {"rollout_external_urls": ["http://127.0.0.1:1"]}],
+)
+def test_sglang_is_asked_nothing_without_flags_or_engines_of_the_run(values: dict, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(flag_check, "SupervisedProcess", None)  # not to be called
+    given = {"sglang_server_flags": {"--attention-backend": ["triton"]}} | values
+    with ServerFlagCheck(engine_config(tmp_path, tmp_path, **given)) as check:
+        check.wait()
+    with pytest.raises(TypeError):
+        ServerFlagCheck(engine_config(tmp_path, tmp_path, sglang_server_flags={"--attention-backend": ["triton"]}))
 
 
 def test_only_engines_that_give_back_memory_get_the_memory_saver(tmp_path: Path):

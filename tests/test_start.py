@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +42,13 @@ class Start:
         """Processes of the question, which are all that carry the mark."""
         return processes_with(self.mark)
 
+    def wait_for_question(self) -> None:
+        """The kernel shows a process's environment a moment after it has begun."""
+        deadline = time.monotonic() + 30
+        while not self.asking():
+            assert time.monotonic() < deadline, "nobody asks SGLang while Ray starts"
+            time.sleep(0.01)
+
 
 class Part:
     """Stands for `Cluster` and `RolloutManager`."""
@@ -52,7 +59,7 @@ class Part:
     def __enter__(self) -> Part:
         self.start.events.append(f"{self.name} starts")
         if self.name == "Ray":
-            assert self.start.asking(), "the question is asked before Ray starts"
+            self.start.wait_for_question()
             self.start.ray_starts()
         return self
 
@@ -138,7 +145,7 @@ def test_the_question_ends_with_a_start_of_ray_that_fails(
 
 def test_an_interrupt_while_the_answer_is_awaited_ends_everything(start: Start, monkeypatch):
     def interrupted(self: object, timeout: float) -> int:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         raise AssertionError("not reached")
 
     monkeypatch.setattr(flag_check.SupervisedProcess, "wait", interrupted)
