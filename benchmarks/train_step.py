@@ -171,20 +171,30 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
     }
     last = done[-1][2]
     figures |= {name: last[name] for name in ("train/micro_batches", "train/grad_norm", "train/loss") if name in last}
-    if args.profile:
-        figures["kernels"] = profile(lambda: step(args.warmup + args.steps), on_gpu)
+    if args.profile or args.trace:
+        trace = args.trace / f"{args.rank}.json.gz" if args.trace else None
+        lines = profile(lambda: step(args.warmup + args.steps), on_gpu, trace)
+        of_ranks: list[Any] = [None] * case.world_size
+        torch.distributed.all_gather_object(of_ranks, [f"rank {args.rank}", *lines])
+        figures["kernels"] = [line for lines in of_ranks for line in lines]
     trainer.shutdown()
     return figures if args.rank == 0 else None
 
 
-def profile(step: Any, on_gpu: bool) -> list[str]:
-    """Share of one step's wall time that each of the longest kernels takes on the device."""
+def profile(step: Any, on_gpu: bool, trace: Path | None = None) -> list[str]:
+    """Share of one step's wall time that each of the longest kernels takes on the device; `trace` gets all of it.
+
+    Without a trace the host is not watched, which would slow it down.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    activities = [ProfilerActivity.CUDA] if on_gpu else []
+    activities += [ProfilerActivity.CPU] if trace or not on_gpu else []
     with torch_profile(activities=activities) as profiler:
         wall, _, _ = step()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
     events = profiler.key_averages()
 
     def seconds(event: Any) -> float:
@@ -200,6 +210,7 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     command = [
         sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--device", args.device,
         "--warmup", str(args.warmup), "--steps", str(args.steps), *(["--profile"] if args.profile else []),
+        *(["--trace", str(args.trace)] if args.trace else []),
     ]  # fmt: skip
     devices = visible_devices() if args.device == "cuda" else NO_GPU
     if args.device == "cuda" and len(devices) < case.world_size:
@@ -249,7 +260,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--timeout", type=float, default=200.0, help="seconds of one case")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--profile", action="store_true", help="after timing, list one step's longest kernels")
+    parser.add_argument("--profile", action="store_true", help="after timing, list one step's longest kernels by rank")
+    parser.add_argument("--trace", type=Path, help="folder for that step's Chrome trace of every rank, RANK.json.gz")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train")
     add_rank_options(parser)
@@ -265,6 +277,8 @@ def main() -> int:
         if figures is not None:
             Path(args.result).write_text(json.dumps(figures))
         return 0
+    if args.trace is not None:
+        args.trace.mkdir(parents=True, exist_ok=True)
     out_dir = args.out_dir or (ROOT / "benchmarks" / "results" if args.device == "cuda" else None)
     rows = []
     for case in chosen_cases(args):

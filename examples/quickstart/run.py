@@ -194,6 +194,8 @@ class Quickstart:
 
 
 def _environment(python_path: str) -> dict[str, str]:
+    """This process's environment, with `python_path` before what PYTHONPATH says."""
+    python_path = os.pathsep.join(filter(None, (python_path, os.environ.get("PYTHONPATH"))))
     # Two threads for each of a dozen processes would fight over two cores.
     return {**os.environ, "PYTHONPATH": python_path, "TOKENIZERS_PARALLELISM": "false"}
 
