@@ -93,8 +93,8 @@ def transformer_config(
         num_layers_in_first_pipeline_stage=decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=decoder_last_pipeline_num_layers,
         sequence_parallel=sequence_parallel,
-        # Packed micro-batches differ in length, so stages tell each other the shapes.
-        variable_seq_lengths=pp > 1,
+        variable_seq_lengths=pp > 1,  # packed micro-batches differ in length
+        batch_p2p_sync=False,  # the host need not wait for what stages send; it was for races in an old torch
         moe_token_dispatcher_type="alltoall",  # the default is refused beside the line above, even without experts
         pipeline_dtype=dtype,
         params_dtype=dtype,

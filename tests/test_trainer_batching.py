@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import schedule, split_steps
-from slime_retool.trainer.packing import TokenData, pack, unpack
+from slime_retool.trainer.packing import TokenData, pack, packed_tokens, packing_multiple, unpack
 from slime_retool.types import TrainSample
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
@@ -145,3 +145,18 @@ def test_unpacking_turns_values_at_logits_back_into_values_of_tokens(
     data = TokenData(weights=values)
     packed = [pack(batch, part, data=data, multiple=multiple) for part in (order[:cut], order[cut:])]
     assert torch.equal(unpack([(p.target_index, p.data.weights) for p in packed if p.data], len(values)), values)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 6), st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 3]), st.booleans(),
+)  # fmt: skip
+def test_the_tokens_of_a_micro_batch_are_known_before_it_is_packed(
+    lengths: list[int], count: int, tp: int, cp: int, sequence_parallel: bool
+) -> None:
+    """Pipeline stages rely on it."""
+    batch = TrainBatch.from_samples([TrainSample(list(range(1, n + 1)), [0] * n) for n in lengths])
+    multiple = packing_multiple(tp=tp, cp=cp, sequence_parallel=sequence_parallel)
+    chosen = range(len(lengths))[:count]
+    known = packed_tokens([lengths[index] for index in chosen], multiple=multiple, cp=cp)
+    assert all(pack(batch, chosen, multiple=multiple, cp=cp, cp_rank=r).tokens.shape == (1, known) for r in range(cp))

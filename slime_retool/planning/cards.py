@@ -74,7 +74,7 @@ HOST_ADAM_BANDWIDTH = 25e9
 """Bytes per second and GPU of an optimizer on the host: half of about 400 GB/s of two sockets, for 8 GPUs. An
 assumption."""
 PIPELINE_SEND_SECONDS = 0.2e-3
-"""Fixed time of passing one micro-batch to the next stage: shapes go first (variable lengths), each with a wait."""
+"""Fixed time of passing one micro-batch to the next stage. An assumption."""
 STEP_SECONDS = 20e-3
 """Fixed time of an optimizer step: packing on the host, gradient norm, metrics read back."""
 DECODE_STEP_SECONDS, DECODE_LAYER_SECONDS = 3.0e-3, 0.06e-3

@@ -84,8 +84,7 @@ def pack(
     chosen = torch.tensor(samples, dtype=torch.int64)
     real = batch.lengths[chosen]
     padded = torch.tensor([padded_length(length, cp) for length in real.tolist()], dtype=torch.int64)
-    total = int(padded.sum())
-    padding = -total % multiple if total else multiple
+    padding = packed_tokens(real.tolist(), multiple=multiple, cp=cp) * cp - int(padded.sum())
     lengths = torch.cat([padded, torch.tensor([padding])]) if padding else padded
     none = torch.zeros(1 if padding else 0, dtype=torch.int64)
 
@@ -112,6 +111,12 @@ def pack(
         token_counts=send(torch.cat([batch.segments.counts[chosen], none]), device),
         data=None if data is None else data.gather(target_index, device),
     )
+
+
+def packed_tokens(lengths: Iterable[int], *, multiple: int, cp: int) -> int:
+    """T of the micro-batch that `pack` makes of samples of these lengths."""
+    total = sum(padded_length(length, cp) for length in lengths)
+    return (-(-total // multiple) or 1) * multiple // cp
 
 
 def packing_multiple(*, tp: int, cp: int, sequence_parallel: bool) -> int:

@@ -24,7 +24,7 @@ from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import MicroBatch, schedule
 from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, current_lr, optimizer_step
-from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packing_multiple, unpack
+from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packed_tokens, packing_multiple, unpack
 
 PerToken = Callable[[PackedBatch, Tensor], Tensor]
 """(micro-batch, the model's output) -> one value per position [T]."""
@@ -286,16 +286,30 @@ class ModelRole(ABC):
             )
             return output, lambda tensor, **kwargs: on_output(packed, tensor, **kwargs)
 
+        communication: dict[str, Any] = {}
+        if self.config.pipeline_model_parallel_size > 1:
+            communication = self._communication(batch, micro_batches, multiple)
         self._forward_backward(
             forward_step_func=forward,
             data_iterator=packed_batches(),
             model=[self.model],
             num_microbatches=len(micro_batches),
-            seq_length=multiple,  # not read: stages tell each other the shapes (variable_seq_lengths)
+            seq_length=multiple,  # not read where lengths vary (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+            **communication,
         )
+
+    def _communication(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], multiple: int) -> dict[str, Any]:
+        """How this pass's pipeline stages communicate, for Megatron's schedule."""
+        from slime_retool.trainer.pipeline import KnownShapes, pipeline_groups
+
+        split = self.tp_size if self.model_config.sequence_parallel else 1
+        lengths = [batch.lengths[chosen].tolist() for chosen in micro_batches]
+        tokens = [packed_tokens(each, multiple=multiple, cp=self.cp_size) // split for each in lengths]
+        shapes = [(count, 1, self.model_config.hidden_size) for count in tokens]
+        return {"p2p_communicator": KnownShapes(self.model_config, shapes), "pg_collection": pipeline_groups()}
 
     def _everywhere(self, parts: list[tuple[Tensor, Tensor]], num_tokens: int) -> Tensor:
         """Each value is computed by one rank (and its tensor-parallel peers); the others add zeros, which is exact."""
