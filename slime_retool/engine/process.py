@@ -189,8 +189,8 @@ class Server:
         timeout: float,
         log_path: Path,
         environment: Mapping[str, str],
+        grace: float,
         num_ports: int = 1,
-        grace: float = 5.0,
     ) -> None:
         """Run `command(ports)`, which serves on the first of `num_ports` free ports, until `health_path` answers 200.
 

@@ -38,8 +38,9 @@ GATHER_PREFILLS: Flags = {
 }
 CPU_KV_TOKENS = 65_536
 """Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
-STOP_GRACE = 3.0
-"""Seconds between SIGTERM and SIGKILL: SGLang has nothing to save, and drains requests nobody waits for."""
+STOP_GRACE = 1.0
+"""Seconds between SIGTERM and SIGKILL: SGLang has nothing to save, looks for the signal every 5 s, and then kills its
+own processes."""
 KEEP_ALIVE_SECONDS = 600
 """An idle connection to an engine lives this long; SGLang's default is 5. The router keeps idle ones for 50 s and
 sends nothing twice, so a rollout's first requests would meet connections that the engine is closing (HTTP 500)."""
@@ -198,6 +199,7 @@ class EngineProcess(Server):
             timeout=config.sglang_startup_timeout,
             log_path=self.log_path,
             environment=server_environment(config, devices),
+            grace=STOP_GRACE,
         )
 
     def admin(self, *, timeout: float = 300.0) -> EngineAdmin:
