@@ -21,6 +21,7 @@ RL: dict[str, Any] = {
     "use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.02,
     "rollout_temperature": 0.7, "use_rollout_logprobs": True, "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {"dense": {}, "deep": {"num_layers": 4}, "moe": MOE}
 GSPO = {"advantage_estimator": "gspo"}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -42,14 +43,16 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "moe/ep2 tp2": {**EP2, **TP2},
         "moe/ep2 tp2 etp2": {**EP2, **TP2, **ETP2},
         "moe/pp2 ep2": {**PP2, **EP2},
+        "deep/pp4": {"pipeline_model_parallel_size": 4},
+        "deep/pp2 tp2": {**PP2, **TP2},
     },
 }
 METRICS = ("loss", "pg_loss", "clip_fraction", "ppo_kl", "kl_loss", "entropy", "grad_norm")
 
 
 def _config(root: str, kind: str, **overrides: Any) -> Any:
-    model = MOE if kind == "moe" else {}
-    folder = f"{root}/{'moe' if kind == 'moe' else 'dense'}"
+    model = MODELS.get(kind, {})
+    folder = f"{root}/{kind if kind in MODELS else 'dense'}"
     loss = GSPO if kind == "gspo" else {}
     return tiny_config(**{**RL, **model, **loss, "ref_load": f"{folder}_ref", "load": folder, **overrides})
 
@@ -74,7 +77,7 @@ def _measure(rank: int, world_size: int, config: Any, *, rollouts: int = 1, save
 
 def _one_process(rank: int, world_size: int, root: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for kind in ("dense", "moe"):
+    for kind in MODELS:
         config = _config(root, kind, loss_type="sft_loss", save=f"{root}/{kind}_ref", load=None)
         trainer = make_trainer(rank, world_size, config)
         sharpen(trainer)
@@ -84,7 +87,7 @@ def _one_process(rank: int, world_size: int, root: str) -> dict[str, Any]:
             trainer.train(RolloutBatch(random_samples(seed=step)), step)
         trainer.save(1, {})
         trainer.shutdown()
-    for kind in ("dense", "gspo", "moe"):
+    for kind in (*MODELS, "gspo"):
         out[kind] = _measure(rank, world_size, _config(root, kind))
     out["moe twice"] = _measure(rank, world_size, _config(root, "moe"), rollouts=2)
     warm = _config(root, "moe", rollout_temperature=1.0)
