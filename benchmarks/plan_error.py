@@ -155,7 +155,8 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     trainer = make_trainer(config, args)
     on_gpu = args.device == "cuda"
     seconds, peaks, tokens = [], [], 0
-    warmup, steps = (1, 1) if args.share_gpu else (WARMUP, STEPS)
+    shared = args.share_gpu and case.world_size > 1
+    warmup, steps = (1, 1) if shared else (WARMUP, STEPS)
     for index in range(warmup + steps):
         samples = make_samples(case, config.vocab_size, seed=SEED + index)
         if on_gpu:
@@ -171,7 +172,7 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     trainer.shutdown()
     return {
         "peak_gib": max(peaks),
-        "step_seconds": None if args.share_gpu and case.world_size > 1 else statistics.median(seconds),
+        "step_seconds": None if shared else statistics.median(seconds),
         "each_step_seconds": [round(value, 4) for value in seconds],
         "tokens_per_second": tokens / sum(seconds) / case.world_size,
         "micro_batches": metrics["train/micro_batches"],

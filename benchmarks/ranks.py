@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_retool.cluster.environment import trainer_environment
+
 if TYPE_CHECKING:
     from slime_retool.config import Config
     from slime_retool.trainer.core import Trainer
@@ -87,8 +89,6 @@ def run_ranks(command: Sequence[str], world_size: int, timeout: float, devices: 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    from slime_retool.cluster.cluster import trainer_environment
-
     env = {**os.environ, **trainer_environment(colocate=False)}
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         result = Path(scratch) / "result.json"
@@ -150,6 +150,11 @@ def places(share_gpu: bool) -> list[str]:
     return visible_devices() * (RANKS_PER_GPU if share_gpu else 1)
 
 
+def too_few(needed: int, devices: Sequence[str]) -> str | None:
+    """Why a case of so many ranks cannot run on these devices; None where it can."""
+    return f"needs {needed} GPUs, {len(devices)} are visible" if needed > len(devices) else None
+
+
 def side_by_side(
     sizes: Mapping[str, int], devices: Sequence[str], run: Callable[[str, list[str]], None]
 ) -> dict[str, str]:
@@ -168,8 +173,7 @@ def side_by_side(
                 free.extend(mine)
                 changed.notify()
 
-    refused = {name: f"needs {size} GPUs, {len(devices)} are visible" for name, size in sizes.items()}
-    refused = {name: why for name, why in refused.items() if sizes[name] > len(devices)}
+    refused = {name: why for name, size in sizes.items() if (why := too_few(size, devices))}
     with ThreadPoolExecutor(max(1, len(devices))) as pool:
         running = []
         for name, size in sizes.items():

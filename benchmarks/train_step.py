@@ -39,7 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ranks import NO_GPU, Sizes, add_rank_options, make_trainer, run_ranks, visible_devices
+from benchmarks.ranks import NO_GPU, Sizes, add_rank_options, make_trainer, run_ranks, too_few, visible_devices
 from benchmarks.shapes import ROOT, model_flags
 
 PEAK_FLOPS = 989e12
@@ -212,10 +212,11 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "--warmup", str(args.warmup), "--steps", str(args.steps), *(["--profile"] if args.profile else []),
         *(["--trace", str(args.trace)] if args.trace else []),
     ]  # fmt: skip
-    devices = visible_devices() if args.device == "cuda" else NO_GPU
-    if args.device == "cuda" and len(devices) < case.world_size:
-        return {"error": f"needs {case.world_size} GPUs, {len(devices)} are visible"}
-    return run_ranks(command, case.world_size, args.timeout, devices)
+    if args.device == "cpu":
+        return run_ranks(command, case.world_size, args.timeout, NO_GPU)
+    devices = visible_devices()
+    why = too_few(case.world_size, devices)
+    return {"error": why} if why else run_ranks(command, case.world_size, args.timeout, devices)
 
 
 HEADER = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slime_retool.cluster.actors import EngineActor, TrainerActor
 from slime_retool.cluster.connection import connect
+from slime_retool.cluster.environment import trainer_environment
 from slime_retool.cluster.files import check_files
 from slime_retool.cluster.placement import Placement, Slot, place
 from slime_retool.config import Config
@@ -29,23 +29,6 @@ from slime_retool.types import RolloutBatch, TrainSample
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 60.0
-PINNED_MEMORY = "pinned_use_cuda_host_register:True,pinned_num_register_threads:16"
-"""Page-locks the host memory that a trainer's parts move to at 11 GiB/s instead of 2.5 (docs/performance.md)."""
-
-
-def trainer_environment(*, colocate: bool) -> dict[str, str]:
-    """Variables of every trainer on a GPU. What the user set for torch's allocator comes after ours, and so wins."""
-    # Micro-batches differ in size, which leaves holes in memory of fixed segments. Segments that grow cannot be handed
-    # to an engine by CUDA IPC in every container (it needs pidfd_getfd).
-    segments = "" if colocate else "expandable_segments:True"
-    settings = (PINNED_MEMORY, segments, os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
-    return {
-        # SGLang's workers turn cuMem off; a NCCL group whose members disagree fails at its first broadcast.
-        "NCCL_CUMEM_ENABLE": "0",
-        # Megatron orders tensor-parallel communication and computation by a single hardware queue.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": ",".join(setting for setting in settings if setting),
-    }
 
 
 class Cluster:

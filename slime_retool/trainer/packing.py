@@ -84,7 +84,7 @@ def pack(
     chosen = torch.tensor(samples, dtype=torch.int64)
     real = batch.lengths[chosen]
     padded = torch.tensor([padded_length(length, cp) for length in real.tolist()], dtype=torch.int64)
-    padding = packed_tokens(real.tolist(), multiple=multiple, cp=cp) * cp - int(padded.sum())
+    padding = _padding(int(padded.sum()), multiple)
     lengths = torch.cat([padded, torch.tensor([padding])]) if padding else padded
     none = torch.zeros(1 if padding else 0, dtype=torch.int64)
 
@@ -116,7 +116,12 @@ def pack(
 def packed_tokens(lengths: Iterable[int], *, multiple: int, cp: int) -> int:
     """T of the micro-batch that `pack` makes of samples of these lengths."""
     total = sum(padded_length(length, cp) for length in lengths)
-    return (-(-total // multiple) or 1) * multiple // cp
+    return (total + _padding(total, multiple)) // cp
+
+
+def _padding(total: int, multiple: int) -> int:
+    """Tokens that a micro-batch of `total` lacks to a multiple, which an empty one has as well."""
+    return -total % multiple if total else multiple
 
 
 def packing_multiple(*, tp: int, cp: int, sequence_parallel: bool) -> int:
