@@ -51,7 +51,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "kl": ("--use-kl-loss", "--kl-loss-coef", "0.1"),
     "ppo": ("--advantage-estimator", "ppo"),
-    "lora": ("--lora-rank", "8"),
+    "lora": ("--lora-rank", "8", "--lr", "1e-2"),  # its B is zero: at 1e-3 the steps move little more than bf16 does
     "sft": ("--loss-type", "sft_loss"),
     "moe": (),
 }
@@ -136,7 +136,7 @@ class Difference:
     @classmethod
     def between(cls, curve: Curve, reference: Curve) -> Difference:
         moved = _mean_distance(reference.after, reference.before)
-        assert moved > 0.01, f"the steps moved the reference's log-probs by {moved} nats only"
+        assert moved > 0.1, f"the steps moved the reference's log-probs by {moved} nats only"
         change, expected = curve.change(), reference.change()
         return cls(
             _mean_distance(curve.before, reference.before),
@@ -205,10 +205,10 @@ def run_rank(case: Case, args: argparse.Namespace) -> Curve:
 
     folder = args.models / ("moe" if case.task == "moe" else "dense")
     flags = [
-        *json.loads((folder / "flags.json").read_text()), *TASKS[case.task], *case.flags, *case.size_flags(),
+        *json.loads((folder / "flags.json").read_text()),
         "--device", args.device, "--ref-load", str(folder / "torch_dist"), "--rollout-batch-size", "6",
         "--n-samples-per-prompt", "4", "--lr", "1e-3", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "600",
-        "--num-rollout", str(args.steps),
+        "--num-rollout", str(args.steps), *TASKS[case.task], *case.flags, *case.size_flags(),
         *(folder_flags(args.models / case.name, case.task) if case.resumes else []),
     ]  # fmt: skip
     trainer = make_trainer(parse_config(flags), args)
@@ -307,7 +307,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--forward", type=float, default=0.03, help="nats that log-probs may be off before the steps")
     parser.add_argument("--gradient", type=float, default=5.0, help="percent that the gradient norm may be off")
-    parser.add_argument("--after", type=float, default=25.0, help="percent of the change that the steps may be off")
+    parser.add_argument("--after", type=float, default=12.0, help="percent of the change that the steps may be off")
     parser.add_argument("--cpu-processes", type=int, default=2, help="processes at once on the CPU")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of one case")
     add_share_option(parser)

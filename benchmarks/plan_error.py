@@ -66,6 +66,7 @@ CASES = {
         Case("1.7b_tp2", "qwen3-1.7B", tp=2, flags=SP),
         Case("4b_tp2", "qwen3-4B", tp=2, flags=SP),
         Case("1.7b_pp2", "qwen3-1.7B", pp=2, micro_batches=6),
+        Case("1.7b_pp2_17_11", "qwen3-1.7B", pp=2, micro_batches=6, flags=("--decoder-last-pipeline-num-layers", "11")),
         Case("4b_pp2_full", "qwen3-4B", pp=2, recompute="full", micro_batches=4),
         Case("1.7b_cp2", "qwen3-1.7B", cp=2, micro_batches=8),
         Case("4b_dp2", "qwen3-4B", dp=2, micro_batches=2),

@@ -33,6 +33,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def run_rank(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def profile(step: Any, on_gpu: bool, trace: Path | None = None) -> list[str]:
-    """Share of one step's wall time that each of the longest kernels takes on the device; `trace` gets all of it.
+    """How busy the device was in one step, and its longest kernels; `trace` gets all of it.
 
     Without a trace the host is not watched, which would slow it down.
     """
@@ -195,14 +196,43 @@ def profile(step: Any, on_gpu: bool, trace: Path | None = None) -> list[str]:
         wall, _, _ = step()
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-    events = profiler.key_averages()
+    if on_gpu:
+        return kernel_shares(profiler.events(), wall)
+    operations = [(event.key, event.self_cpu_time_total / 1e6, event.count) for event in profiler.key_averages()]
+    return longest(operations, wall)
 
-    def seconds(event: Any) -> float:
-        return (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
 
-    events = sorted(events, key=seconds, reverse=True)
-    lines = [f"{100 * sum(map(seconds, events)) / wall:6.1f}% of {wall:.2f} s are busy"]
-    return lines + [f"{100 * seconds(e) / wall:6.1f}% {e.count:6d} x {e.key[:90]}" for e in events[:25]]
+def kernel_shares(events: Sequence[Any], wall: float) -> list[str]:
+    """Of a profile's events those that ran on the card: neither the host's, which carry their kernels' time as well,
+    nor the spans that libraries mark around kernels.
+
+    NCCL's kernels wait for other ranks, so the share without them is the card's own work.
+    """
+    from torch.autograd import DeviceType
+
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    own = [event for event in kernels if not event.name.startswith("nccl")]
+    seconds: dict[str, list[float]] = {}
+    for event in kernels:
+        seconds.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e6)
+    busy, working = (100 * covered(found) / 1e6 / wall for found in (kernels, own))
+    head = f"{busy:6.1f}% of {wall:.2f} s are busy, {working:.1f}% without NCCL's kernels"
+    return [head, *longest([(name, sum(times), len(times)) for name, times in seconds.items()], wall)]
+
+
+def covered(events: Sequence[Any]) -> float:
+    """Microseconds in which at least one of the events ran."""
+    total, end = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        total += max(0.0, event.time_range.end - max(end, event.time_range.start))
+        end = max(end, event.time_range.end)
+    return total
+
+
+def longest(figures: Sequence[tuple[str, float, int]], wall: float) -> list[str]:
+    """Lines of the 25 longest of (name, seconds, calls)."""
+    first = sorted(figures, key=lambda figure: figure[1], reverse=True)[:25]
+    return [f"{100 * seconds / wall:6.1f}% {calls:6d} x {name[:90]}" for name, seconds, calls in first]
 
 
 def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:

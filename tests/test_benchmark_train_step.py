@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from trainer_utils import tiny_config
 
 from slime_retool.types import TrainSample
@@ -49,3 +51,23 @@ def test_a_case_runs_on_the_cpu_through_the_trainer_and_a_failing_one_is_reporte
     assert good.stdout.splitlines()[-1].startswith("custom ") and " failed: " not in good.stdout
     bad = subprocess.run([*command, "--", "--precision", "bf16"], capture_output=True, text=True, timeout=600)
     assert bad.returncode == 1 and "--precision bf16 needs a GPU" in bad.stdout
+
+
+def test_a_profile_counts_the_cards_kernels_once_and_tells_work_from_waiting() -> None:
+    def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, mark: bool = False) -> object:
+        found = FunctionEvent(id=0, name=name, thread=0, start_us=start, end_us=end, device_type=device)
+        found.is_user_annotation = mark
+        return found
+
+    events = [
+        event("matmul", 0, 300_000),
+        event("matmul", 200_000, 500_000),  # on another stream
+        event("ncclDevKernel_SendRecv", 600_000, 1_000_000),
+        event("nccl:coalesced", 600_000, 1_000_000, mark=True),
+        event("aten::mm", 0, 900_000, DeviceType.CPU),
+    ]
+    assert train_step.kernel_shares(events, 2.0) == [
+        "  45.0% of 2.00 s are busy, 25.0% without NCCL's kernels",
+        "  30.0%      2 x matmul",
+        "  20.0%      1 x ncclDevKernel_SendRecv",
+    ]

@@ -230,6 +230,44 @@ def test_what_is_suggested_fits_when_it_is_added_to_the_flags(case, capsys):
         assert (again["resident"], again["gpus"]) == (change["resident"], change["gpus"])
 
 
+FITTING = {
+    "32B, the recipe's layout on 64 GPUs": (
+        "qwen2.5-32B",
+        "--colocate --tensor-model-parallel-size 8 --sequence-parallel --max-tokens-per-gpu 18432 --actor-num-nodes 8 "
+        "--actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 4",
+    ),
+    "4B that recomputes without need": ("qwen3-4B", "--max-tokens-per-gpu 8192 --actor-num-gpus-per-node 4"),
+    "stages of equal length": (
+        "qwen3-14B", "--debug-train-only --max-tokens-per-gpu 16384 --actor-num-gpus-per-node 2 "
+        "--use-precision-aware-optimizer --pipeline-model-parallel-size 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FITTING)
+def test_what_is_suggested_saves_time_when_it_is_added_to_the_flags(case, capsys):
+    name, layout = FITTING[case]
+    flags = [
+        *flags_of(name), *layout.split(), "--use-dynamic-batch-size", "--rollout-batch-size", "256",
+        "--n-samples-per-prompt", "8", "--json", "--mean-response", "2000", "--card", "h200",
+        "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
+    ]  # fmt: skip
+    assert main(["plan", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds, changes = found["step_seconds"], found["changes"]
+    assert changes
+    for change in changes:
+        assert main(["plan", *flags, *change["flags"].split()]) == 0, change["flags"]
+        again = json.loads(capsys.readouterr().out)
+        assert (again["step_seconds"], again["resident"], again["gpus"]) == (
+            change["seconds"], change["resident"], found["gpus"]
+        )  # fmt: skip
+        assert again["step_seconds"] < 0.97 * seconds
+        seconds = again["step_seconds"]
+    expected = {"4B": "--recompute-granularity none", "st": "--decoder-last-pipeline-num-layers 19"}.get(case[:2], "")
+    assert expected in changes[-1]["flags"]
+
+
 def test_the_recipes_own_flags_can_be_planned_as_the_documentation_says(capsys):
     """4 hosts of H100 are enough for the 32B recipe, 1 is not."""
     found = {}

@@ -259,7 +259,7 @@ def test_code_is_run_again_and_rows_with_another_output_are_left_out(tmp_path, c
             "  somewhere\nZeroDivisionError: division by zero"), row("while True: pass", "1")]  # fmt: skip
     write_rows(tmp_path / "in.jsonl", rows)
     output = tmp_path / "sft.jsonl"
-    flags = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output), "--verify-code", "--tool-timeout", "2"]
+    flags = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output), "--verify-code", "--tool-timeout", "10"]
     assert sft_data_processing.main([*flags, "--sandbox-isolation", "none"]) == 0
     assert [r["messages"][2]["content"].rpartition("\n")[2] for r in read_rows(output)] == [
         "42", "ZeroDivisionError: division by zero",

@@ -382,7 +382,7 @@ class PerfArgs:
         "varlen_attn in local layers; auto: flash where it runs. Not read on the CPU.",
     )
     use_distributed_optimizer: bool = flag(True, help="Shard optimizer state over data-parallel ranks.")
-    recompute_granularity: str | None = flag(None, choices=("full", "selective"), help="Activation recomputation.")
+    recompute_granularity: str = flag("none", choices=("none", "full", "selective"), help="Activation recomputation.")
     recompute_method: str | None = flag(None, choices=("uniform", "block"), help="How layers are chosen for it.")
     recompute_num_layers: int | None = flag(None, help="Layers per recomputed chunk (uniform) or stage (block).")
     recompute_modules: list[str] = flag(

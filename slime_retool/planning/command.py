@@ -11,7 +11,7 @@ from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs, check_model
 from slime_retool.config.config import Config, build_parser, config_from_namespace
 from slime_retool.planning.cards import CARDS
-from slime_retool.planning.changes import changes_that_fit
+from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.planning.plan import make_plan
 from slime_retool.planning.report import as_dict, as_text
 
@@ -38,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
         _complete(config)
         lengths = {"mean_prompt": parsed.mean_prompt, "mean_response": mean_response}
         plan = make_plan(config, card, **lengths)
-        changes = [] if plan.fits else changes_that_fit(config, card, **lengths)
+        changes = (
+            changes_that_speed_up(config, card, plan.time.total, **lengths)
+            if plan.fits
+            else changes_that_fit(config, card, **lengths)
+        )
     except ValueError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 2

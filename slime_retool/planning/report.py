@@ -53,13 +53,13 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
         if seconds or name == "together":
             lines.append(f"  {name.replace('_', '-'):<12}{seconds:8.1f} s")
     lines.append(f"  training at {100 * plan.mfu:.0f} % MFU")
+    if plan.fits and changes:
+        lines += ["", "what would make it faster, by this plan (each line with those above)"]
     if not plan.fits:
         lines += ["", "what would make it fit" if changes else "no change of the layout makes it fit: take larger GPUs"]
     for change in changes:
-        lines.append(
-            f"  {change.flags}   ({change.resident / GIB:.1f} GiB, {change.seconds:.0f} s a rollout, "
-            f"{change.gpus} GPUs)"
-        )
+        seconds = f"{change.seconds:.0f}" if change.seconds >= 100 else f"{change.seconds:.1f}"
+        lines.append(f"  {change.flags}   ({change.resident / GIB:.1f} GiB, {seconds} s a rollout, {change.gpus} GPUs)")
     return "\n".join(lines)
 
 

@@ -87,7 +87,7 @@ class ModelRole(ABC):
                 dtype=dtype,
                 decoder_first_pipeline_num_layers=config.decoder_first_pipeline_num_layers,
                 decoder_last_pipeline_num_layers=config.decoder_last_pipeline_num_layers,
-                recompute_granularity=config.recompute_granularity,
+                recompute_granularity=None if config.recompute_granularity == "none" else config.recompute_granularity,
                 recompute_method=config.recompute_method,
                 recompute_num_layers=config.recompute_num_layers,
                 recompute_modules=config.recompute_modules,
