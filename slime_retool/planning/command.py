@@ -20,9 +20,11 @@ PROG = "slime-retool plan"
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan. Returns 0 when the run fits, 1 when it does not, 2 for flags that cannot be planned."""
-    parser = build_parser(PROG)
-    parser.usage = f"{PROG} [--card NAME] [--mean-prompt N] [--mean-response N] [--json] FLAGS of slime_retool.train"
-    parser.description = "Memory and time of a run from its flags alone: no GPU, no checkpoint, no data is touched."
+    parser = build_parser(
+        PROG,
+        usage=f"{PROG} [--card NAME] [--mean-prompt N] [--mean-response N] [--json] FLAGS of slime_retool.train",
+        description="Memory and time of a run from its flags alone: no GPU, no checkpoint, no data is touched.",
+    )
     group = parser.add_argument_group("Plan")
     group.add_argument("--card", choices=sorted(CARDS), default="h100", help="kind of GPU (default: %(default)s)")
     group.add_argument("--mean-prompt", type=int, default=256, help="mean tokens of a prompt (default: %(default)s)")
@@ -57,6 +59,8 @@ def _complete(config: Config) -> None:
     if given == ModelArgs() and config.hf_checkpoint is not None:
         for name, value in dataclasses.asdict(model_args_from_hf(read_hf_config(config.hf_checkpoint))).items():
             setattr(config, name, value)
+    elif given == ModelArgs():
+        raise ValueError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
     check_model(config)
     if config.rollout_batch_size is None:
         raise ValueError("--rollout-batch-size is missing: the plan counts the tokens of one rollout")
