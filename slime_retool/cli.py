@@ -28,7 +28,17 @@ OPTIONAL = ("transformer-engine", "flash-attn-4", "wandb", "tensorboard", "math-
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command. Returns the exit code."""
+    if os.getcwd() not in (os.path.abspath(folder) for folder in sys.path):
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a hook's file may lie where the command is given
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:  # `| head` has seen enough; nothing is left for the interpreter to write on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:
         from slime_retool.train import main as train
 
@@ -72,11 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the command is `slime-retool data check FILE...`")
     if args.command == "doctor":
         return doctor()
-    try:
-        return show(args.file, index=args.index, limit=args.limit, wrong=args.wrong)
-    except BrokenPipeError:  # `| head` has seen enough; nothing is left for the interpreter to write on its way out
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return show(args.file, index=args.index, limit=args.limit, wrong=args.wrong)
 
 
 def doctor() -> int:

@@ -70,3 +70,24 @@ def test_sandbox_serve_says_in_one_line_that_its_port_is_taken(capsys: pytest.Ca
 def test_sandbox_serve_refuses_a_limit_that_cannot_work(capsys: pytest.CaptureFixture[str]):
     assert main(["sandbox", "serve", "--concurrency", "0"]) == 2
     assert "sandbox concurrency must be above 0, got 0" in capsys.readouterr().err
+
+
+def test_a_hook_is_found_in_the_folder_where_the_command_is_given(tmp_path: Path):
+    """As with `python -m slime_retool.train`, although an installed command's path begins with its own folder."""
+    (tmp_path / "my_task.py").write_text("def reward_func(args, sample, **kwargs):\n    return 1.0\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "q", "label": "1"}\n')
+    script = tmp_path / "bin" / "slime-retool"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom slime_retool.cli import main\nsys.exit(main())\n")
+    words = f"eval --eval-prompt-data a {rows} --eval-endpoint-url http://127.0.0.1:1 --eval-endpoint-model m"
+    hook = ["--custom-rm-path", "my_task.reward_function"]
+    done = subprocess.run(
+        [sys.executable, str(script), *words.split(), *hook],
+        cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[1])}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        2,
+        "slime-retool eval: error: --custom-rm-path 'my_task.reward_function': module 'my_task' has no function "
+        "'reward_function'\n",
+    )
