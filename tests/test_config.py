@@ -413,6 +413,19 @@ def test_a_folder_without_permission_is_refused(run_args, monkeypatch, tmp_path)
         checked(run_args | {"--save": f"{tmp_path}/a/b"})
 
 
+def test_checkpoints_do_not_take_the_references_place(run_args, tmp_path):
+    (tmp_path / "link").symlink_to(run_args["--ref-load"])
+    for folder in (f"{run_args['--ref-load']}/", f"{tmp_path}/link", f"{tmp_path}/x/../ref"):
+        with pytest.raises(ConfigError, match="is --ref-load: the first checkpoint would take the reference's place"):
+            checked(run_args | {"--save": folder})
+    assert checked(run_args | {"--save": f"{run_args['--ref-load']}/new"}).save
+
+
+def test_an_evaluation_may_have_more_gpus_than_prompts(run_args):
+    more = {"--actor-num-gpus-per-node": "8", "--colocate": None, "--rollout-batch-size": "1", "--num-rollout": "0"}
+    assert checked(run_args | more | {"--debug-rollout-only": None, "--n-samples-per-prompt": "1"}).num_engines == 8
+
+
 def test_the_advice_on_a_batch_is_one_that_passes(run_args):
     for ranks, changes in ((3, {}), (5, {}), (3, {"--n-samples-per-prompt": "5"}), (8, {"--global-batch-size": "4"})):
         args = run_args | {"--actor-num-gpus-per-node": str(ranks)} | changes

@@ -118,7 +118,7 @@ def _check_batches(config: Config) -> None:
             f"the nearest size that divides is {nearest_divisor(total, max(step, 1))}"
         )
     size, dp = step or total, config.data_parallel_size
-    if size % dp:
+    if size % dp and not config.debug_rollout_only:
         if total % dp:
             rows = dp // math.gcd(dp, config.n_samples_per_prompt)
             fix = f"--rollout-batch-size {max(1, round(config.rollout_batch_size / rows)) * rows}"
@@ -203,6 +203,11 @@ def _check_checkpoints(config: Config) -> None:
     if config.save_interval is not None:
         require(config.save_interval >= 1, f"--save-interval must be at least 1, got {config.save_interval}")
         require(config.save is not None, "--save-interval needs --save DIR")
+    require(
+        config.save is None or config.ref_load is None or not _same_place(config.save, config.ref_load),
+        f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
+        "name another folder",
+    )
     for flag, folder in (("--save", config.save), ("--critic-save", config.critic_save), ("--save-hf", config.save_hf)):
         if folder is not None:
             require_writable(folder, flag)
@@ -212,6 +217,10 @@ def _check_checkpoints(config: Config) -> None:
             not (os.path.isdir(config.save_hf) and os.listdir(config.save_hf)),
             f"--save-hf: the folder {config.save_hf} is not empty; name a new one",
         )
+
+
+def _same_place(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _check_lora(config: Config) -> None:
