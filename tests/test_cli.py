@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -91,3 +92,19 @@ def test_a_hook_is_found_in_the_folder_where_the_command_is_given(tmp_path: Path
         "slime-retool eval: error: --custom-rm-path 'my_task.reward_function': module 'my_task' has no function "
         "'reward_function'\n",
     )
+
+
+@pytest.mark.parametrize("version", ["3.9", "3.14"])
+def test_make_names_the_supported_versions_before_it_installs_anything(version: str, tmp_path: Path):
+    python = tmp_path / "python"
+    major, minor = version.split(".")
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = ({major}, {minor}, 1); $2"\n'
+    )
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "install", f"PYTHON={python}", f"VENV={tmp_path}/venv"],
+        cwd=Path(__file__).parents[1], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and not (tmp_path / "venv").exists()
+    assert done.stderr.startswith(f"{python} is Python {version}, 3.10 to 3.13 are supported: pass PYTHON=")
