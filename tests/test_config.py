@@ -443,6 +443,24 @@ def test_help_of_a_command_shows_how_that_command_is_called(command: str, capsys
     assert capsys.readouterr().out.startswith(f"usage: slime-retool {command} ")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 3", "3 does not divide the 4 GPUs used for generation"),
+        ("--global-batch-size 7", "must be a multiple of --global-batch-size 7"),
+        ("--micro-batch-size 0", "--micro-batch-size must be at least 1, got 0"),
+        ("--n-samples-per-prompt 0", "--n-samples-per-prompt must be at least 1, got 0"),
+        ("--mean-response -5", "--mean-response must be at least 1, got -5"),
+        ("--sglang-mem-fraction-static 2", "--sglang-mem-fraction-static must be between 0 and 1, got 2.0"),
+    ],
+)
+def test_a_plan_refuses_what_the_run_would(wrong: str, expected: str, run_args, capsys):
+    words = ["--hf-checkpoint", str(run_args["--hf-checkpoint"]), "--rollout-batch-size", "4", *wrong.split()]
+    assert slime_retool(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("slime-retool plan: error: ") and expected in error and error.count("\n") == 1
+
+
 def test_a_plan_without_a_model_says_so(capsys):
     assert slime_retool(["plan", "--rollout-batch-size", "4"]) == 2
     assert (

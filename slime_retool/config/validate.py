@@ -33,7 +33,7 @@ def validate(config: Config) -> None:
     _check_model(config)
     check_parallel(config)
     _check_data(config)
-    _check_batches(config)
+    check_batches(config)
     _check_limits(config)
     check_algorithm(config)
     _check_checkpoints(config)
@@ -97,7 +97,8 @@ def _check_data(config: Config) -> None:
         require(bool(config.eval_sets), "--eval-interval needs --eval-prompt-data NAME FILE")
 
 
-def _check_batches(config: Config) -> None:
+def check_batches(config: Config) -> None:
+    """Sizes of rollouts, steps and micro-batches that fit each other. ConfigError at the first rule that is broken."""
     require(
         config.rollout_batch_size is not None and config.rollout_batch_size >= 1,
         f"--rollout-batch-size is required and at least 1, got {config.rollout_batch_size}",
@@ -105,10 +106,6 @@ def _check_batches(config: Config) -> None:
     require(
         config.n_samples_per_prompt >= 1,
         f"--n-samples-per-prompt must be at least 1, got {config.n_samples_per_prompt}",
-    )
-    require(
-        (config.num_rollout is None) != (config.num_epoch is None),
-        f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
     )
     total, step = config.samples_per_rollout, config.global_batch_size
     if step is not None and (step < 1 or total % step):
@@ -149,6 +146,10 @@ def _check_batches(config: Config) -> None:
 
 def _check_limits(config: Config) -> None:
     """Values that are one number with a least one, and where output goes: what an evaluation has as well."""
+    require(
+        (config.num_rollout is None) != (config.num_epoch is None),
+        f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
+    )
     for flag, value in (
         ("--num-epoch", config.num_epoch),
         ("--max-sampling-rounds", config.max_sampling_rounds),
