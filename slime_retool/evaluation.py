@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime_retool.config import Config, resolve_device, validate
-from slime_retool.config.config import build_parser, config_from_namespace
+from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.config.config import build_parser
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import ConfigError, SlimeRetoolError
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Measure a checkpoint, or with --eval-endpoint-url a model behind an API, on any number of sets. "
         "Flags are those of slime_retool.train.",
     )
-    config = _as_evaluation(config_from_namespace(parser.parse_args(argv)))
+    config = _as_evaluation(parse_config(argv, parser))
     try:
         validate_evaluation(config)
         if config.eval_endpoint_url is None:

@@ -182,9 +182,9 @@ def build_parser(
     return parser
 
 
-def parse_config(argv: Sequence[str] | None = None) -> Config:
+def parse_config(argv: Sequence[str] | None = None, parser: _TrainParser | None = None) -> Config:
     """Parse flags into a `Config`; exits with code 2 and one line on a mistake. Values are checked by `validate`."""
-    return config_from_namespace(build_parser().parse_args(argv))
+    return config_from_namespace((parser or build_parser()).parse_args(argv))
 
 
 def config_from_namespace(parsed: argparse.Namespace) -> Config:
