@@ -116,13 +116,15 @@ def reply(content: str = "", calls: list[dict[str, Any]] | None = None, finish: 
 
 @asynccontextmanager
 async def endpoint(*answers: Any, retries: int = 1) -> AsyncIterator[tuple[ChatEndpoint, list[dict[str, Any]]]]:
-    """A server that gives these replies in turn; an int is an HTTP status. The last one is repeated."""
+    """A server that gives these replies in turn; an int is an HTTP status, a response itself. The last one is repeated."""
     seen: list[dict[str, Any]] = []
 
     async def handle(request: web.Request) -> web.Response:
         body = await request.json()
         answer = answers[min(len(seen), len(answers) - 1)]
         seen.append({**body, "key": request.headers.get("Authorization")})
+        if isinstance(answer, web.Response):
+            return answer
         return web.json_response({}, status=answer) if isinstance(answer, int) else web.json_response(answer)
 
     app = web.Application()
@@ -191,6 +193,32 @@ async def test_an_overloaded_endpoint_is_tried_again_and_a_refusal_is_not(monkey
     async with endpoint(503) as (client, seen):
         with pytest.raises(EngineError, match="failed 2 times"):
             await client.chat([], PARAMS, [])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        web.Response(text="<html>overloaded</html>"),
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": {"content": [{"type": "text", "text": "5"}]}}]},
+        {"choices": [{"message": {"content": "", "tool_calls": [{"id": "c0"}]}}]},
+        {"choices": [{"message": {"content": "5"}}], "usage": [7]},
+    ],
+)
+async def test_a_reply_that_is_no_chat_completion_costs_its_sample_alone(answer):
+    async with endpoint(answer) as (client, _):
+        with pytest.raises(EngineError, match="not JSON|cannot be used"):
+            await client.chat([], PARAMS, [])
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"n": ' + "9" * 5000 + "}", ""])
+async def test_arguments_that_cannot_be_read_are_answered_with_an_error(arguments):
+    registry = doubler()
+    async with endpoint(reply(calls=[call("double", arguments)]), reply("sorry")) as (client, seen):
+        sample = await run_chat_loop(
+            client, registry, Sample(prompt="go"), PARAMS, LoopBudgets(max_response_tokens=100), registry.schemas()
+        )
+    assert seen[1]["messages"][-1]["content"].startswith("Error: ") and sample.num_malformed_calls == 1
 
 
 async def test_the_command_measures_an_endpoint_and_prints_a_table(tmp_path, capsys):
