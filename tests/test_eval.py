@@ -96,10 +96,18 @@ async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
     context = scripted_context(make_config(tmp_path), lambda text, _: text)
     async with use_context(context):
         await evaluate(context, sets, resume=True)
-    other = scripted_context(make_config(tmp_path, eval_temperature=0.3), lambda text, _: text)
-    with pytest.raises(ConfigError, match="samples of another evaluation .sampling was .* new --output-dir"):
-        async with use_context(other):
-            await evaluate(other, sets, resume=True)
+    others = [
+        ({"eval_temperature": 0.3}, sets, "sampling"),
+        ({"rm_type": "math_verify"}, sets, "scoring"),
+        ({"rollout_max_context_len": 8}, sets, "context_len"),
+        ({}, {"one": [Sample(prompt="cd")]}, "data"),
+        ({}, {"one": [Sample(prompt="ab", label="5")]}, "data"),
+    ]
+    for fields, other_sets, changed in others:
+        other = scripted_context(make_config(tmp_path, **fields), lambda text, _: text)
+        with pytest.raises(ConfigError, match=f"samples of another evaluation .{changed} was .* new --output-dir"):
+            async with use_context(other):
+                await evaluate(other, other_sets, resume=True)
 
 
 # A chat endpoint
