@@ -272,6 +272,38 @@ def test_a_stuck_or_crashing_reward_costs_one_sample(function: Callable[..., Any
     assert isinstance(crashed, RewardError) and "f raised ValueError: could not convert" in str(crashed)
 
 
+def test_a_timeout_of_the_functions_own_is_not_blamed_on_the_limit() -> None:
+    async def judged(args: Config, sample: Sample) -> float:
+        return await asyncio.wait_for(asyncio.sleep(60, 1.0), 0.01)
+
+    (error,) = run(judged, ["1"])
+    assert isinstance(error, RewardError) and "f raised TimeoutError" in str(error)
+
+
+def test_an_overrun_that_ignores_its_cancellation_is_not_waited_for() -> None:
+    async def main() -> None:
+        released = asyncio.Event()
+
+        async def stubborn(args: Config, sample: Sample) -> float:
+            while not released.is_set():
+                try:
+                    await released.wait()
+                except asyncio.CancelledError:
+                    pass
+            return 1.0
+
+        runner = RewardRunner(stubborn, "f", timeout=0.1)
+        call = asyncio.ensure_future(runner(Config(), Sample(prompt="")))
+        await asyncio.wait({call}, timeout=10)
+        ended = call.done()
+        released.set()
+        assert ended
+        with pytest.raises(RewardError, match="longer than --reward-timeout"):
+            await call
+
+    asyncio.run(main())
+
+
 def test_waiting_for_a_thread_is_not_counted_as_run_time() -> None:
     def slow(args: Config, sample: Sample) -> float:
         time.sleep(0.01)
