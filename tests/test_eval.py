@@ -14,6 +14,7 @@ from rollout_hooks import scripted_context
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError, EngineError
 from slime_retool.evaluation import main as eval_main
+from slime_retool.evaluation import table
 from slime_retool.observe.statistics import majority_at_k, pass_at_k
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import use_context
@@ -65,6 +66,16 @@ def test_problems_count_alike_whatever_outages_took_from_them():
     assert "val-aux/s/acc/pass@2" not in figures
 
 
+def test_the_table_does_not_call_a_figure_of_fewer_samples_by_the_whole_number():
+    samples = [scored(0, i, "1", i == 0) for i in range(4)]
+    config = Config(n_samples_per_eval_prompt=4, eval_prompt_data=["s", "s.jsonl"])
+    whole = table(config, set_figures("s", samples, 4, "score"))
+    samples[3].status = SampleStatus.FAILED
+    cut = table(config, set_figures("s", samples, 4, "score"))
+    assert "pass@4" in whole and "100.0 %" in whole and "k=" not in whole
+    assert "66.7 % (k=2)" in cut
+
+
 def make_config(tmp_path: Any, **fields: Any) -> Config:
     return Config(
         output_dir=str(tmp_path), no_progress=True, n_samples_per_eval_prompt=2, rollout_max_response_len=16,
@@ -108,6 +119,16 @@ async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
         with pytest.raises(ConfigError, match=f"samples of another evaluation .{changed} was .* new --output-dir"):
             async with use_context(other):
                 await evaluate(other, other_sets, resume=True)
+
+
+async def test_text_that_utf_8_cannot_hold_is_kept(tmp_path):
+    sets = {"one": [Sample(prompt="ab", metadata={"said": "a\ud83d"})]}
+    context = scripted_context(make_config(tmp_path), lambda text, _: text)
+    async with use_context(context):
+        figures = await evaluate(context, sets, resume=True)
+        assert await evaluate(context, sets, resume=True) == figures
+    rows = [json.loads(line) for line in (tmp_path / "eval" / "one_-00001.jsonl").read_text().splitlines()]
+    assert [row["metadata"]["said"] for row in rows] == ["a\ud83d"] * 2
 
 
 # A chat endpoint
