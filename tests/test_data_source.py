@@ -252,6 +252,14 @@ def test_a_position_is_refused_when_the_data_or_its_order_changed(tmp_path):
             source(tmp_path, count, *flags).load_state_dict(state)
 
 
+def test_a_row_that_the_template_refuses_is_named_by_the_length_filter(tmp_path):
+    template = "{% if messages[0].content == 'bad' %}{{ raise_exception('no such word') }}{% endif %}x"
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": text}]} for text in ("ok", "bad")])
+    config = parse_config(["--prompt-data", file, "--rollout-max-prompt-len", "9"])
+    with pytest.raises(DataError, match=r"p.jsonl, row 2: the chat template refuses .* no such word"):
+        PromptDataSource(config, byte_tokenizer(template))
+
+
 def test_the_length_filter_counts_tokens_and_without_a_limit_drops_nothing(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "日日", "abcdef")]
     file = jsonl(tmp_path / "p.jsonl", rows)
