@@ -14,7 +14,7 @@ from slime_retool.data.math_prompts import bare_question, with_instruction
 from slime_retool.data.readers import read_rows, write_rows
 from slime_retool.data.source import samples_from_file
 from slime_retool.errors import ConfigError, DataError, ToolUnavailable
-from slime_retool.sandbox import Result, Status
+from slime_retool.sandbox import Result, SandboxPolicy, Status
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "retool"))
 import code_agreement  # noqa: E402
@@ -191,6 +191,14 @@ def test_published_instructions_are_replaced_by_ours_once():
         assert bare_question(once) == "How many?" and with_instruction(once, instruction) == once and mark in once
     with pytest.raises(ConfigError, match="dapo, short, none"):
         with_instruction("How many?", "long")
+
+
+def test_more_rows_can_be_verified_than_a_sandbox_lets_wait():
+    solution = "<code>\n```python\nprint(2)\n```\n</code>\n<interpreter>2</interpreter>\\boxed{2}"
+    row = sft_data_processing.convert_row(retool_row(solution))
+    policy = SandboxPolicy("none", concurrency=1, max_queue=1)
+    assert asyncio.run(sft_data_processing.verify_rows(dict.fromkeys(range(4), row), policy)) == {}
+
 
 
 def test_both_published_schemas_are_written_and_read_again(tmp_path):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import re
 import sys
 from collections import Counter
@@ -137,7 +138,8 @@ async def verify_rows(converted: Mapping[int, Row], policy: SandboxPolicy) -> di
 
     Raises ToolUnavailable when the sandbox is down: no row is judged by an outage.
     """
-    async with Sandbox(policy) as box:
+    # All rows wait at once.
+    async with Sandbox(dataclasses.replace(policy, max_queue=max(1, len(converted)))) as box:
         reasons = await asyncio.gather(*(disagreement(box, row["messages"]) for row in converted.values()))
     return {number: reason for number, reason in zip(converted, reasons, strict=True) if reason is not None}
 
