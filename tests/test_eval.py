@@ -121,6 +121,14 @@ async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
                 await evaluate(other, other_sets, resume=True)
 
 
+async def test_sets_whose_names_differ_in_a_sign_have_files_of_their_own(tmp_path):
+    context = scripted_context(make_config(tmp_path), lambda text, _: text)
+    async with use_context(context):
+        await evaluate(context, {"a/b": [Sample(prompt="ab")], "a_b": [Sample(prompt="cd")]})
+    files = [path.read_text().splitlines() for path in (tmp_path / "eval").glob("*.jsonl")]
+    assert [{json.loads(line)["eval_set"] for line in lines} for lines in sorted(files)] == [{"a/b"}, {"a_b"}]
+
+
 async def test_text_that_utf_8_cannot_hold_is_kept(tmp_path):
     sets = {"one": [Sample(prompt="ab", metadata={"said": "a\ud83d"})]}
     context = scripted_context(make_config(tmp_path), lambda text, _: text)

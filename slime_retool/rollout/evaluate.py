@@ -102,4 +102,5 @@ def _copies(config: Config, samples: list[Sample]) -> list[Sample]:
 
 
 def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]", "_", name)
+    """Different for different names."""
+    return re.sub(r"[^\w.-]", lambda match: f"%{ord(match[0]):02x}", name)
