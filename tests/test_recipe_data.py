@@ -258,6 +258,14 @@ def test_a_question_without_words_of_an_evaluation_set_leaks_nothing():
     assert EvaluationQuestions([("e", LONG)]).find("x = 1?") is None
 
 
+def test_questions_of_other_scripts_are_compared_by_their_letters():
+    known = EvaluationQuestions([("zh", "已知三角形的三边长为3, 5和7, 求最大角的度数"), ("ru", "Найдите все корни: x = 5"), ("?", "∀?")])
+    assert known.find("某商店以3元, 5元和7元的价格出售三种铅笔, 求平均价格") is None
+    assert known.find("Сколько будет, если x = 5") is None and known.find("∃!") is None
+    assert known.find("已知三角形的三边长为 3、5 和 7，求最大角的度数。").overlap == 1.0
+    assert known.find("已知一个三角形的三边长为3, 5和7, 求最大角的度数").evaluation == "zh"
+
+
 def test_code_is_run_again_and_rows_with_another_output_are_left_out(tmp_path, capsys):
     def row(code, output):
         block = f"<code>\n```python\n{code}\n```\n</code>\n<interpreter>\n{output}\n</interpreter>\n"
