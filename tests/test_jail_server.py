@@ -96,6 +96,9 @@ async def test_a_request_that_cannot_be_served_says_why(body: dict, says: str) -
     assert status == 422 and says in answer["detail"]
 
 
+CONTROL = "class A:\n    def __repr__(self): return '\\0' * 100_000\nA()"
+
+
 async def test_the_client_gives_the_results_of_the_jail() -> None:
     codes = [
         "print(1)",
@@ -123,6 +126,14 @@ async def test_the_client_gives_the_results_of_the_jail() -> None:
             ours, theirs = await local.run(code, seed=5), await remote.run(code, seed=5)
             for field in ("status", "stdout", "result", "error", "limit"):
                 assert getattr(theirs, field) == getattr(ours, field), (code, field, theirs)
+        assert (await remote.run("print(input())", stdin="said\n")).stdout == "said\n"
+        flood = "import sys\nsys.stderr.write('e' * 200_000)\n"
+        for code in ("'é' * 100_000", "'\\U0001f600' * 100_000", "'\\x00' * 100_000", CONTROL):
+            ours, theirs = await local.run(code), await remote.run(flood + code)
+            assert theirs.status is ours.status is Status.OK and theirs.result[:100] == ours.result[:100]
+            assert "characters omitted" in theirs.result and theirs.result[-100:] == ours.result[-100:]
+        last = await remote.run("import atexit, sys\natexit.register(print, 'late', file=sys.stderr)\n1 / 0")
+        assert (last.status, last.stderr) == (Status.ERROR, "late\n") and "ZeroDivisionError" in last.error
         slow = await remote.run("print('early')\nwhile True: pass", timeout=0.4)
     assert (slow.status, slow.stdout, slow.limit) == (Status.TIMEOUT, "early\n", "wall")
 
