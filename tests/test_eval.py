@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -164,6 +165,12 @@ async def endpoint(*answers: Any, retries: int = 1) -> AsyncIterator[tuple[ChatE
             return answer
         return web.json_response({}, status=answer) if isinstance(answer, int) else web.json_response(answer)
 
+    async with served(handle, retries=retries) as client:
+        yield client, seen
+
+
+@asynccontextmanager
+async def served(handle: Any, *, concurrency: int = 4, retries: int = 1) -> AsyncIterator[ChatEndpoint]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", handle)
     runner = web.AppRunner(app)
@@ -172,10 +179,10 @@ async def endpoint(*answers: Any, retries: int = 1) -> AsyncIterator[tuple[ChatE
     await site.start()
     port = runner.addresses[0][1]
     client = ChatEndpoint(
-        f"http://127.0.0.1:{port}/v1", "m", api_key="k", concurrency=4, timeout=60, retries=retries
+        f"http://127.0.0.1:{port}/v1", "m", api_key="k", concurrency=concurrency, timeout=60, retries=retries
     )  # fmt: skip
     try:
-        yield client, seen
+        yield client
     finally:
         await client.aclose()
         await runner.cleanup()
@@ -258,9 +265,26 @@ async def test_arguments_that_cannot_be_read_are_answered_with_an_error(argument
     assert seen[1]["messages"][-1]["content"].startswith("Error: ") and sample.num_malformed_calls == 1
 
 
-async def test_the_command_measures_an_endpoint_and_prints_a_table(tmp_path, capsys):
-    import asyncio
+async def test_as_many_requests_are_in_flight_as_allowed():
+    count, arrived, all_there = 120, 0, asyncio.Event()
 
+    async def handle(request: web.Request) -> web.Response:
+        nonlocal arrived
+        arrived += 1
+        if arrived == count:
+            all_there.set()
+        await all_there.wait()
+        return web.json_response(reply("yes"))
+
+    async with served(handle, concurrency=count) as client:
+        calls = [asyncio.ensure_future(client.chat([], PARAMS, [])) for _ in range(count)]
+        await asyncio.wait(calls, timeout=10)
+        together = all_there.is_set()
+        all_there.set()
+        assert together and {answer.content for answer in await asyncio.gather(*calls)} == {"yes"}
+
+
+async def test_the_command_measures_an_endpoint_and_prints_a_table(tmp_path, capsys):
     data = tmp_path / "set.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"what is {n}?", "label": "5"}) + "\n" for n in (5, 6)))
     async with endpoint(reply(r"Answer: \boxed{5}")) as (client, seen):

@@ -138,6 +138,27 @@ async def test_the_client_gives_the_results_of_the_jail() -> None:
     assert (slow.status, slow.stdout, slow.limit) == (Status.TIMEOUT, "early\n", "wall")
 
 
+async def test_as_many_calls_reach_a_deployment_at_once_as_the_policy_allows() -> None:
+    count, arrived, all_there = 120, 0, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal arrived
+        arrived += 1
+        if arrived == count:
+            all_there.set()
+        await all_there.wait()
+        return web.json_response({"status": "Success", "run_result": {"status": "Finished", "return_code": 0}})
+
+    app = web.Application()
+    app.router.add_post("/run_code", answer)
+    async with serving(app) as url, FusionSandbox(url, SandboxPolicy(concurrency=count)) as box:
+        calls = [asyncio.ensure_future(box.run("1")) for _ in range(count)]
+        await asyncio.wait(calls, timeout=10)
+        together = all_there.is_set()
+        all_there.set()
+        assert together and {result.status for result in await asyncio.gather(*calls)} == {Status.OK}
+
+
 async def test_outages_of_a_deployment_are_unavailable_and_never_an_observation() -> None:
     answers = {
         "/500/run_code": lambda: web.Response(status=500, text="overloaded"),

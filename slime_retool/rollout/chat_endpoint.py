@@ -31,7 +31,11 @@ class ChatEndpoint:
         self._model, self._retries, self._timeout = model, retries, timeout
         self._places = asyncio.Semaphore(concurrency)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=timeout))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),  # `concurrency` is the limit
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout),
+        )
 
     async def chat(
         self, messages: list[Message], sampling_params: dict[str, Any], tools: list[ToolSchema]

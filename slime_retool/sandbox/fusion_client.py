@@ -41,7 +41,8 @@ class FusionSandbox:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> FusionSandbox:
-        self._http = aiohttp.ClientSession()
+        # The policy's concurrency is the limit; aiohttp's own would count waiting as run time.
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self
 
     async def __aexit__(
