@@ -117,6 +117,11 @@ def test_a_folder_is_read_file_by_file(tmp_path):
     ]
 
 
+def test_a_data_sets_name_may_hold_a_point(monkeypatch):
+    monkeypatch.setattr(sft_data_processing, "_hub_rows", lambda name: iter([{"from": name}]))
+    assert sft_data_processing.load_rows("someone/traces-v1.5") == [{"from": "someone/traces-v1.5"}]
+
+
 def test_input_that_does_not_exist_or_has_no_usable_row_ends_with_one_line(tmp_path, capsys):
     write_rows(tmp_path / "in.jsonl", [retool_row("no answer")])
     for name, words in (("nowhere.parquet", "does not exist"), ("in.jsonl", "none of 1 rows")):
