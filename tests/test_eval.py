@@ -154,7 +154,7 @@ def reply(content: str = "", calls: list[dict[str, Any]] | None = None, finish: 
 
 @asynccontextmanager
 async def endpoint(*answers: Any, retries: int = 1) -> AsyncIterator[tuple[ChatEndpoint, list[dict[str, Any]]]]:
-    """A server that gives these replies in turn; an int is an HTTP status, a response itself. The last one is repeated."""
+    """A server that gives these replies in turn; an int is an HTTP status. The last one is repeated."""
     seen: list[dict[str, Any]] = []
 
     async def handle(request: web.Request) -> web.Response:

@@ -205,7 +205,6 @@ def test_more_rows_can_be_verified_than_a_sandbox_lets_wait():
     assert asyncio.run(sft_data_processing.verify_rows(dict.fromkeys(range(4), row), policy)) == {}
 
 
-
 def test_both_published_schemas_are_written_and_read_again(tmp_path):
     write_rows(tmp_path / "in.jsonl", [{"problem": "How many?", "answer": "34"}])
     for schema, file in (("slime", "a.jsonl"), ("verl", "b.parquet"), ("verl", "c.jsonl")):
@@ -264,7 +263,9 @@ def test_a_question_without_words_of_an_evaluation_set_leaks_nothing():
 
 
 def test_questions_of_other_scripts_are_compared_by_their_letters():
-    known = EvaluationQuestions([("zh", "已知三角形的三边长为3, 5和7, 求最大角的度数"), ("ru", "Найдите все корни: x = 5"), ("?", "∀?")])
+    known = EvaluationQuestions(
+        [("zh", "已知三角形的三边长为3, 5和7, 求最大角的度数"), ("ru", "Найдите все корни: x = 5"), ("?", "∀?")]
+    )
     assert known.find("某商店以3元, 5元和7元的价格出售三种铅笔, 求平均价格") is None
     assert known.find("Сколько будет, если x = 5") is None and known.find("∃!") is None
     assert known.find("已知三角形的三边长为 3、5 和 7，求最大角的度数。").overlap == 1.0

@@ -84,9 +84,7 @@ def _parse(text: str, depth: int = 0) -> Answer:
     if (number := join_digit_groups(value)) != value:
         return Leaf(number)
     if match := _MATRIX.match(value):
-        rows = [
-            tuple(parse(cell) for cell in row.split("&")) for row in _ROW_BREAK.split(match["body"]) if row.strip()
-        ]
+        rows = [tuple(parse(cell) for cell in row.split("&")) for row in _ROW_BREAK.split(match["body"]) if row.strip()]
         return Group("matrix", tuple(Group("row", row) for row in rows))
     if parts := _split(text, ","):
         items = _flat(parse(part) for part in parts)

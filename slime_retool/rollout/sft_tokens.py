@@ -86,9 +86,7 @@ class _RetoolConversation:
             raise DataError(f"an assistant message holds {self._template.end_token!r}, which ends a turn; remove it")
 
 
-def _pieces(
-    messages: Sequence[Message], code_of: Callable[[dict[str, Any]], str]
-) -> list[tuple[str, str | None]]:
+def _pieces(messages: Sequence[Message], code_of: Callable[[dict[str, Any]], str]) -> list[tuple[str, str | None]]:
     """(what the model writes, the output behind it), of the last piece without an output. `code_of` a called function.
 
     Several calls of one message become blocks one after the other, each with its own output.
