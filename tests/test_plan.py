@@ -13,7 +13,7 @@ from test_model_scripts import PUBLISHED, source
 from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.planning.cards import CARDS, GEMM_SHARE
-from slime_retool.planning.changes import changes_that_fit
+from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.planning.memory import GIB, host_memory, stage_memory, trainer_memory
 from slime_retool.planning.parameters import active_parameters, stage_layers, stage_parameters, total_parameters
 from slime_retool.planning.plan import make_plan
@@ -206,6 +206,16 @@ SHORT_OF_MEMORY = {
     "32B without any parallelism": (
         "qwen2.5-32B", "--colocate --max-tokens-per-gpu 8192 --actor-num-nodes 2 --actor-num-gpus-per-node 8"
     ),
+    "parts that are recomputed already": (
+        "qwen3-8B",
+        "--debug-train-only --max-tokens-per-gpu 16384 --actor-num-gpus-per-node 8 --recompute-granularity selective "
+        "--recompute-modules layernorm mlp",
+    ),
+    "32B, and engines on 4 GPUs": (
+        "qwen2.5-32B",
+        "--tensor-model-parallel-size 8 --sequence-parallel --max-tokens-per-gpu 4096 --actor-num-gpus-per-node 8 "
+        "--actor-num-nodes 4 --rollout-num-gpus 4 --rollout-max-response-len 32000",
+    ),
     "235B on 256 H100": (
         "qwen3-235B-A22B",
         "--colocate --max-tokens-per-gpu 8192 --actor-num-nodes 32 --actor-num-gpus-per-node 8 "
@@ -222,12 +232,13 @@ def test_what_is_suggested_fits_when_it_is_added_to_the_flags(case, capsys):
         "--n-samples-per-prompt", "8", "--json", "--mean-response", "2000",
     ]  # fmt: skip
     assert main(["plan", *flags]) == 1
-    changes = json.loads(capsys.readouterr().out)["changes"]
-    assert changes
-    for change in changes:
+    found = json.loads(capsys.readouterr().out)
+    assert found["changes"]
+    for change in found["changes"]:
         assert main(["plan", *flags, *change["flags"].split()]) == 0, change["flags"]
         again = json.loads(capsys.readouterr().out)
         assert (again["resident"], again["gpus"]) == (change["resident"], change["gpus"])
+        assert (again["engine"] is None) == (found["engine"] is None)
 
 
 FITTING = {
@@ -346,3 +357,37 @@ def test_a_layout_that_cannot_be_built_is_refused_in_one_line(capsys):
     assert main(["plan", *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("slime-retool plan: error: --tensor-model-parallel-size 3") and error.count("\n") == 1
+
+
+WRONG = {
+    "--rollout-num-gpus-per-engine 0": "--rollout-num-gpus-per-engine must be at least 1",
+    "--rollout-num-gpus 1 --rollout-num-gpus-per-engine 2": "--rollout-num-gpus-per-engine 2 does not divide the 1",
+    "--rollout-num-gpus -2": "--rollout-num-gpus must be at least 1",
+    "--micro-batch-size 0": "--micro-batch-size must be at least 1",
+    "--global-batch-size 100": "256 samples must be a multiple of --global-batch-size 100",
+    "--n-samples-per-prompt 0": "--n-samples-per-prompt must be at least 1",
+    "--mean-prompt -5": "--mean-prompt must be at least 0",
+    "--mean-response 0": "--mean-response must be at least 1",
+    "--keep-logits-gib nan": "--keep-logits-gib must be at least 0",
+    "--recompute-granularity full": "needs --recompute-method and --recompute-num-layers",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0": "must be at least 1, got 0",
+    "--recompute-granularity selective --recompute-num-layers 1": "--recompute-num-layers 1 is of",
+    "--rollout-max-context-len 0": "--rollout-max-context-len must be at least 1",
+    "--advantage-estimator ppo --critic-num-gpus-per-node 0": "--critic-num-gpus-per-node must be at least 1",
+    "--debug-rollout-only": "--debug-rollout-only trains nothing",
+}
+
+
+@pytest.mark.parametrize("extra", WRONG)
+def test_what_a_run_would_be_refused_for_is_not_planned(extra, capsys):
+    flags = [*flags_of("qwen3-4B"), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8"]
+    assert main(["plan", *flags, *extra.split()]) == 2
+    error = capsys.readouterr().err
+    assert WRONG[extra] in error and error.count("\n") == 1
+
+
+def test_engines_that_others_run_are_left_as_they_are():
+    config = config_of("qwen3-4B", rollout_external_urls=["http://a:1", "http://b:1"], sglang_mem_fraction_static=0.3)
+    plan = make_plan(config, CARDS["h200"], mean_prompt=256, mean_response=4000)
+    changes = changes_that_speed_up(config, CARDS["h200"], plan.time.total, mean_prompt=256, mean_response=4000)
+    assert plan.fits and not any("engine" in change.flags or "sglang" in change.flags for change in changes)

@@ -32,12 +32,16 @@ def validate(config: Config) -> None:
     _check_model(config)
     check_parallel(config)
     _check_data(config)
-    _check_batches(config)
+    require(
+        (config.num_rollout is None) != (config.num_epoch is None),
+        f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
+    )
+    check_batches(config)
     check_algorithm(config)
     _check_checkpoints(config)
     _check_lora(config)
     _check_optimizer(config)
-    _check_precision(config)
+    check_precision(config)
     check_engines(config)
     _check_hooks(config)
 
@@ -98,7 +102,8 @@ def _check_data(config: Config) -> None:
         require(bool(config.eval_sets), "--eval-interval needs --eval-prompt-data NAME FILE")
 
 
-def _check_batches(config: Config) -> None:
+def check_batches(config: Config) -> None:
+    """How many samples, how long, and how they are divided. ConfigError at the first rule that is broken."""
     require(
         config.rollout_batch_size is not None and config.rollout_batch_size >= 1,
         f"--rollout-batch-size is required and at least 1, got {config.rollout_batch_size}",
@@ -106,10 +111,6 @@ def _check_batches(config: Config) -> None:
     require(
         config.n_samples_per_prompt >= 1,
         f"--n-samples-per-prompt must be at least 1, got {config.n_samples_per_prompt}",
-    )
-    require(
-        (config.num_rollout is None) != (config.num_epoch is None),
-        f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
     )
     total, step = config.samples_per_rollout, config.global_batch_size
     if step is not None and (step < 1 or total % step):
@@ -144,6 +145,18 @@ def _check_batches(config: Config) -> None:
         ("--sglang-server-concurrency", config.sglang_server_concurrency),
     ):
         require(value >= 1, f"{flag} must be at least 1, got {value}")
+    for flag, limit in (
+        ("--rollout-max-context-len", config.rollout_max_context_len),
+        ("--rollout-max-prompt-len", config.rollout_max_prompt_len),
+        ("--eval-max-response-len", config.eval_max_response_len),
+        ("--sglang-max-total-tokens", config.sglang_max_total_tokens),
+    ):
+        require(limit is None or limit >= 1, f"{flag} must be at least 1, got {limit}")
+    for flag, value in (
+        ("--rollout-request-retries", config.rollout_request_retries),
+        ("--tool-retries", config.tool_retries),
+    ):
+        require(value >= 0, f"{flag} must be at least 0, got {value}")
     for flag, value in (
         ("--tool-timeout", config.tool_timeout),
         ("--reward-timeout", config.reward_timeout),
@@ -235,7 +248,8 @@ def _check_optimizer(config: Config) -> None:
     require(config.clip_grad >= 0, f"--clip-grad must be at least 0, got {config.clip_grad}")
 
 
-def _check_precision(config: Config) -> None:
+def check_precision(config: Config) -> None:
+    """Precision, recomputation and the optimizer's place. ConfigError at the first rule that is broken."""
     if config.device == "cpu":
         require(config.precision != "bf16", "--precision bf16 needs GPUs; on the CPU use fp32")
         require(
@@ -253,6 +267,12 @@ def _check_precision(config: Config) -> None:
             config.recompute_method is not None and config.recompute_num_layers is not None,
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
         )
+        layers = config.recompute_num_layers
+        require(layers is None or layers >= 1, f"--recompute-num-layers must be at least 1, got {layers}")
+    require(
+        config.recompute_granularity != "selective" or config.recompute_num_layers is None,
+        f"--recompute-num-layers {config.recompute_num_layers} is of --recompute-granularity full; drop it",
+    )
     require(
         not config.recompute_modules or config.recompute_granularity == "selective",
         f"--recompute-modules {' '.join(config.recompute_modules)} needs --recompute-granularity selective",

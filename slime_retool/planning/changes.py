@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_bridge.model_config import required
 from slime_retool.config import Config
+from slime_retool.errors import ConfigError
 from slime_retool.planning.cards import Card
 from slime_retool.planning.memory import MEM_FRACTION
 from slime_retool.planning.plan import check_layout, find_problems, make_plan, memory_of_moments
@@ -88,7 +89,7 @@ def _with(
         setattr(changed, name, value)
     try:
         check_layout(changed)
-    except ValueError:
+    except ConfigError:
         return None
     workload = Workload.of_run(changed, mean_prompt, mean_response)
     _, engine, moments = memory_of_moments(changed, card, workload)
@@ -104,7 +105,8 @@ def _gpu_seconds(change: Change) -> tuple[float, str]:
 
 def _settings_that_save_memory(config: Config) -> Iterator[list[Setting]]:
     """Groups of settings of which a change takes one each."""
-    full = ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", {
+    uniform = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    full = (uniform + " --recompute-modules" * bool(config.recompute_modules), {
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
         "recompute_modules": [],
     })  # fmt: skip
@@ -142,7 +144,7 @@ def _settings_that_save_memory(config: Config) -> Iterator[list[Setting]]:
     ]
     if not config.optimizer_cpu_offload:
         yield [("--optimizer-cpu-offload", {"optimizer_cpu_offload": True})]
-    if config.num_engines:
+    if config.num_engines and not config.rollout_external_urls:
         fraction = config.sglang_mem_fraction_static or MEM_FRACTION
         fractions = [round(0.05 * step, 2) for step in range(17, 4, -1) if 0.05 * step < fraction - 0.01]
         yield [(f"--sglang-mem-fraction-static {f}", {"sglang_mem_fraction_static": f}) for f in fractions]
@@ -162,7 +164,7 @@ def _settings_that_save_time(config: Config) -> Iterator[list[Setting]]:
         for gib in (5, 10, 20)
         if gib > config.keep_logits_gib
     ]
-    if config.num_engines:
+    if config.num_engines and not config.rollout_external_urls:
         engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine
         yield [
             (f"--rollout-num-gpus-per-engine {size}", {"rollout_num_gpus_per_engine": size})

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs, check_model
 from slime_retool.config.config import Config, build_parser, config_from_namespace
+from slime_retool.config.require import require
 from slime_retool.planning.cards import CARDS
 from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.planning.plan import make_plan
@@ -33,9 +34,13 @@ def main(argv: Sequence[str]) -> int:
     parsed = parser.parse_args(argv)
     config = config_from_namespace(parsed)
     card = CARDS[parsed.card]
-    mean_response = parsed.mean_response or max(1, config.rollout_max_response_len // 2)
+    mean_response = parsed.mean_response
+    if mean_response is None:
+        mean_response = max(1, config.rollout_max_response_len // 2)
     try:
         _complete(config)
+        require(parsed.mean_prompt >= 0, f"--mean-prompt must be at least 0, got {parsed.mean_prompt}")
+        require(mean_response >= 1, f"--mean-response must be at least 1, got {mean_response}")
         lengths = {"mean_prompt": parsed.mean_prompt, "mean_response": mean_response}
         plan = make_plan(config, card, **lengths)
         changes = (
@@ -51,12 +56,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _complete(config: Config) -> None:
-    """Fill in the model from --hf-checkpoint where no model flags were given. ValueError for what is missing."""
+    """Fill in the model from --hf-checkpoint where no model flags were given. ValueError for what cannot be planned."""
     config.device = "cuda"
     given = ModelArgs(**{f.name: config.__dict__[f.name] for f in dataclasses.fields(ModelArgs)})
     if given == ModelArgs() and config.hf_checkpoint is not None:
         for name, value in dataclasses.asdict(model_args_from_hf(read_hf_config(config.hf_checkpoint))).items():
             setattr(config, name, value)
     check_model(config)
-    if config.rollout_batch_size is None:
-        raise ValueError("--rollout-batch-size is missing: the plan counts the tokens of one rollout")
+    require(not config.debug_rollout_only, "--debug-rollout-only trains nothing: a plan is of the run without it")

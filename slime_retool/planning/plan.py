@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_retool.config import Config
+from slime_retool.config.algorithm import check_critic_processes
+from slime_retool.config.engines import check_engines
 from slime_retool.config.parallel import check_parallel
+from slime_retool.config.validate import check_batches, check_precision
 from slime_retool.planning.cards import Card
 from slime_retool.planning.flops import model_flops
 from slime_retool.planning.generation import generate_seconds, offload_seconds, sync_seconds
@@ -79,7 +82,7 @@ class Plan:
 
 
 def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: float) -> Plan:
-    """Raises ValueError for a layout that cannot be built."""
+    """Raises ConfigError for a layout that cannot be built."""
     check_layout(config)
     workload = Workload.of_run(config, mean_prompt, mean_response)
     trainer, engine, moments = memory_of_moments(config, card, workload)
@@ -106,14 +109,13 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
 
 
 def check_layout(config: Config) -> None:
-    """Refuse (ValueError) parallel sizes that divide neither the model, the GPUs nor the batch."""
+    """Refuse (ConfigError) what a run would be refused for: sizes that divide neither the model, the GPUs nor the
+    batch, and options that do not go together."""
     check_parallel(config)
-    samples = config.global_batch_size or config.samples_per_rollout
-    if samples % config.data_parallel_size:
-        raise ValueError(
-            f"an optimizer step of {samples} samples (--global-batch-size) is no multiple of the "
-            f"{config.data_parallel_size} data-parallel ranks; change it, or the parallel sizes"
-        )
+    check_batches(config)
+    check_critic_processes(config)
+    check_precision(config)
+    check_engines(config)
 
 
 def memory_of_moments(
