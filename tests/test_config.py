@@ -254,7 +254,7 @@ BAD = {
         },
         "multiple of tensor x pipeline x context parallel size 2; use 4",
     ),
-    "a negative number of engine GPUs": ({"--rollout-num-gpus": "-2"}, "--rollout-num-gpus must be at least 1, got -2"),
+    "less than one GPU of engines": ({"--rollout-num-gpus": "-2"}, "--rollout-num-gpus must be at least 1"),
     "no room for a single token": ({"--rollout-max-context-len": "0"}, "--rollout-max-context-len must be at least 1"),
     "fewer than no further tries": (
         {"--rollout-request-retries": "-1"},

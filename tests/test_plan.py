@@ -14,6 +14,7 @@ from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.planning.cards import CARDS, GEMM_SHARE
 from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
+from slime_retool.planning.generation import generate_seconds
 from slime_retool.planning.memory import GIB, host_memory, stage_memory, trainer_memory
 from slime_retool.planning.parameters import active_parameters, stage_layers, stage_parameters, total_parameters
 from slime_retool.planning.plan import make_plan
@@ -391,3 +392,19 @@ def test_engines_that_others_run_are_left_as_they_are():
     plan = make_plan(config, CARDS["h200"], mean_prompt=256, mean_response=4000)
     changes = changes_that_speed_up(config, CARDS["h200"], plan.time.total, mean_prompt=256, mean_response=4000)
     assert plan.fits and not any("engine" in change.flags or "sglang" in change.flags for change in changes)
+
+
+def test_an_engines_cards_are_of_one_host_whatever_hosts_the_trainer_has():
+    engine = dict(rollout_num_gpus=4, rollout_num_gpus_per_engine=4)
+    one, four = (config_of("qwen3-4B", actor_num_gpus_per_node=gpus, **engine) for gpus in (1, 4))
+    load = Workload.from_means(256, 100, 1000)
+    assert generate_seconds(one, CARDS["h100"], load) == generate_seconds(four, CARDS["h100"], load)
+
+
+def test_a_cache_of_limited_tokens_takes_their_bytes_and_must_hold_a_sample():
+    """Qwen3-4B: 36 layers of 8 key and 8 value heads of 128 in bf16, half of them on each of two GPUs."""
+    engine = dict(rollout_num_gpus_per_engine=2, sglang_max_total_tokens=1000, rollout_max_response_len=2000)
+    plan = make_plan(config_of("qwen3-4B", **engine), CARDS["h100"], mean_prompt=100, mean_response=500)
+    assert plan.engine is not None
+    assert (plan.engine.kv_tokens, plan.engine.kv_cache) == (1000, 1000 * 36 * 2 * 8 * 128 * 2 // 2)
+    assert "an engine's cache holds 1,000 tokens" in plan.problems[-1]

@@ -217,7 +217,11 @@ def engine_memory(config: Config, card: Card) -> EngineMemory:
     )
     cache = max(0, int(card.memory_bytes * fraction) - weights)
     copies = max(1, workers // query_groups(config))  # fewer key heads than workers are copied
-    tokens = cache * workers // copies // kv_bytes_per_token(config)
+    of_token = kv_bytes_per_token(config)
+    tokens = cache * workers // copies // of_token
+    if config.sglang_max_total_tokens is not None and config.sglang_max_total_tokens < tokens:
+        tokens = config.sglang_max_total_tokens
+        cache = tokens * of_token * copies // workers
     return EngineMemory(weights=weights, kv_cache=cache, runtime=ENGINE_RUNTIME_BYTES, kv_tokens=tokens)
 
 
