@@ -183,8 +183,32 @@ def test_a_critic_in_the_same_processes_weighs_as_much_as_a_model_without_output
     options = dict(max_tokens_per_gpu=4096, use_dynamic_batch_size=True, debug_train_only=True)
     memory = trainer_memory(config_of("qwen3-8B", advantage_estimator="ppo", **options), work(500))
     assert memory.critic == 18 * (total_parameters(source("qwen3-8B", ROOT)) - 151_936 * 4096)
+    away = trainer_memory(
+        config_of("qwen3-8B", advantage_estimator="ppo", optimizer_cpu_offload=True, **options), work(500)
+    )
+    assert away.critic * 18 == memory.critic * 6 and away.host_optimizer == memory.optimizer + memory.critic * 12 // 18
     apart = config_of("qwen3-8B", advantage_estimator="ppo", critic_num_gpus_per_node=1, **options)
     assert trainer_memory(apart, work(500)).critic == 0
+
+
+def test_a_critic_apart_needs_gpus_memory_and_time_of_its_own():
+    """Qwen3-4B, whose tied embedding the critic has alone: 18 bytes a parameter, and activations like the actor's."""
+    options = dict(advantage_estimator="ppo", actor_num_gpus_per_node=4, **PACKED, max_tokens_per_gpu=4096)
+    plans = {
+        gpus: make_plan(
+            config_of("qwen3-4B", critic_num_gpus_per_node=gpus, **options),
+            CARDS["h200"],
+            mean_prompt=0,
+            mean_response=500,
+        )
+        for gpus in (1, 2, 4)
+    }
+    assert [plan.gpus for plan in plans.values()] == [5, 6, 8]
+    alone = trainer_memory(config_of("qwen3-4B", max_tokens_per_gpu=4096, **PACKED), plans[1].workload)
+    expected = 18 * total_parameters(source("qwen3-4B", ROOT)) + alone.activations + alone.runtime
+    assert plans[1].moments["training the critic"] == expected
+    times = [plan.time.critic for plan in plans.values()]
+    assert times[0] > 1.5 * times[1] > 2 * times[2] > 0
 
 
 def test_engines_that_cannot_hold_one_sample_do_not_fit():
