@@ -12,7 +12,7 @@ from megatron_bridge.model_config import required
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 from slime_retool.planning.cards import Card
-from slime_retool.planning.memory import MEM_FRACTION
+from slime_retool.planning.memory import MEM_FRACTION, engine_memory
 from slime_retool.planning.plan import check_layout, find_problems, make_plan, memory_of_moments
 from slime_retool.planning.workload import Workload
 
@@ -87,13 +87,16 @@ def _with(
     changed = copy.copy(config)
     for name, value in itertools.chain.from_iterable(fields.items() for _, fields in settings):
         setattr(changed, name, value)
+    workload = Workload.of_run(changed, mean_prompt, mean_response)
+    # What is quick and refuses most comes first: some runs have hundreds of thousands of candidates.
+    if changed.num_engines and engine_memory(changed, card).kv_tokens < workload.longest:
+        return None
     try:
         check_layout(changed)
     except ConfigError:
         return None
-    workload = Workload.of_run(changed, mean_prompt, mean_response)
     _, engine, moments = memory_of_moments(changed, card, workload)
-    if find_problems(card, workload, engine, moments):  # before the seconds, which take longer to find
+    if find_problems(card, workload, engine, moments):
         return None
     plan = make_plan(changed, card, mean_prompt=mean_prompt, mean_response=mean_response)
     return Change(" ".join(flags for flags, _ in settings), plan.resident, plan.time.total, plan.gpus)
