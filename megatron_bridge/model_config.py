@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from megatron_bridge.flags import flag
 
@@ -64,7 +64,7 @@ def moe_layers(model: ModelArgs) -> tuple[bool, ...]:
     return (False,) * layers if model.num_experts is None else _moe_layers(layers, model.moe_layer_freq)
 
 
-@lru_cache(maxsize=None)  # a plan asks hundreds of thousands of times
+@cache  # a plan asks hundreds of thousands of times
 def _moe_layers(layers: int, freq: str) -> tuple[bool, ...]:
     pattern = freq.replace(" ", "").strip("()")
     if pattern.isdigit() and int(pattern) > 0:

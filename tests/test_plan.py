@@ -277,6 +277,10 @@ FITTING = {
         "qwen3-14B", "--debug-train-only --max-tokens-per-gpu 16384 --actor-num-gpus-per-node 2 "
         "--use-precision-aware-optimizer --pipeline-model-parallel-size 2",
     ),
+    "stages of which the first is short": (
+        "qwen3-14B", "--debug-train-only --max-tokens-per-gpu 16384 --actor-num-gpus-per-node 2 "
+        "--use-precision-aware-optimizer --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 18",
+    ),
 }  # fmt: skip
 
 

@@ -219,11 +219,15 @@ def _pipelines(config: Config, size: int) -> list[Setting]:
 
 
 def _pipeline(config: Config, size: int, last: int) -> Setting:
-    even = last * size == required(config, "num_layers")
+    layers = required(config, "num_layers")
+    even = last * size == layers
     unset = config.decoder_first_pipeline_num_layers is None and config.decoder_last_pipeline_num_layers is None
     fields: dict[str, Any] = {"pipeline_model_parallel_size": size}
     flags = f"--pipeline-model-parallel-size {size}"
     if not (even and unset):
         fields["decoder_last_pipeline_num_layers"] = last
         flags += f" --decoder-last-pipeline-num-layers {last}"
+    if config.decoder_first_pipeline_num_layers is not None and size > 1:
+        fields["decoder_first_pipeline_num_layers"] = first = (layers - last) // (size - 1)
+        flags += f" --decoder-first-pipeline-num-layers {first}"
     return flags, fields

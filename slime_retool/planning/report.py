@@ -56,7 +56,7 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
     if plan.fits and changes:
         lines += ["", "what would make it faster, by this plan (each line with those above)"]
     if not plan.fits:
-        none = f"no {MOST_CHANGES} changes of these flags make it fit: take larger GPUs, or give parallel sizes to go on from"
+        none = f"no {MOST_CHANGES} changes of these flags make it fit: take larger GPUs, or start from parallel sizes"
         lines += ["", "what would make it fit" if changes else none]
     for change in changes:
         seconds = f"{change.seconds:.0f}" if change.seconds >= 100 else f"{change.seconds:.1f}"
