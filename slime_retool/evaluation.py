@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.errors import ConfigError, SlimeRetoolError
+from slime_retool.errors import ConfigError, RolloutError, SlimeRetoolError
 from slime_retool.observe.statistics import powers_up_to
 from slime_retool.rollout.manager import RolloutManager
 
@@ -84,7 +84,11 @@ def _from_checkpoint(config: Config) -> dict[str, float]:
             check.wait()
             logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
             rollout.connect(cluster.start_router(cluster.start_engines()))
-            return rollout.evaluate(resume=True)
+            try:
+                return rollout.evaluate(resume=True)
+            except RolloutError:
+                cluster.check()  # an engine that died says more
+                raise
 
 
 def _from_endpoint(config: Config) -> dict[str, float]:

@@ -68,9 +68,8 @@ class EngineAdmin:
         Empty where a server does not say.
         """
         text = self._request("/server_info", None)
-        names = {
-            "weights_gib": "weight", "kv_cache_gib": "kvcache", "graphs_gib": "graph", "kv_cache_tokens": "token_capacity",
-        }  # fmt: skip
+        names = {"weights_gib": "weight", "kv_cache_gib": "kvcache", "graphs_gib": "graph"}
+        names["kv_cache_tokens"] = "token_capacity"
         try:
             usage = json.loads(text)["internal_states"][0]["memory_usage"]
             return {name: float(usage[key]) for name, key in names.items()}
