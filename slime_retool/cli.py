@@ -119,7 +119,10 @@ def show(path: Path, *, index: int | None, limit: int, wrong: bool) -> int:
     for line in path.read_text(encoding="utf-8").split("\n"):
         if not line or shown >= limit:
             continue
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError:  # an evaluation writes it now, or was killed within it
+            continue
         reward = row["reward"]
         if isinstance(reward, dict):
             reward = reward.get("score")

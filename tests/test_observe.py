@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
+from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.observe.metrics import JsonlTracker, Metrics, read_metrics
 
@@ -53,3 +55,18 @@ def test_wandb_keeps_the_evaluation_before_training(tmp_path: Path, monkeypatch)
     while time.monotonic() < deadline and names[-1] not in written.read_bytes():
         time.sleep(0.05)  # a process of W&B's own writes it
     assert [name for name in names if name in written.read_bytes()] == list(names)
+
+
+def test_a_transcript_that_is_being_written_can_be_viewed(tmp_path: Path, capsys):
+    row = {
+        "index": 0,
+        "label": "42",
+        "reward": 1.0,
+        "status": "completed",
+        "prompt": "six times seven?",
+        "response": "42",
+    }
+    line = json.dumps(row)
+    (tmp_path / "eval.jsonl").write_text(line + "\n" + line[:40])
+    assert main(["view", str(tmp_path / "eval.jsonl")]) == 0
+    assert capsys.readouterr().out.count("six times seven?") == 1
