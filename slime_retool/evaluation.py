@@ -29,6 +29,7 @@ from slime_retool.rollout.manager import RolloutManager
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime-retool eval"
+PROMPTS_AT_ONCE = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +67,8 @@ def _as_evaluation(config: Config) -> Config:
     """What an evaluation leaves open of a run, filled in so that the same checks serve."""
     config.debug_rollout_only, config.debug_train_only = True, False
     config.eval_interval, config.num_rollout, config.num_epoch = 1, 0, None
-    config.rollout_batch_size = config.rollout_batch_size or 1
+    # No batch is trained on: as many as any number of ranks divides, and as an engine's cache is to hold at once.
+    config.rollout_batch_size = config.rollout_batch_size or PROMPTS_AT_ONCE * config.world_size
     if not config.prompt_data and config.eval_sets:
         config.prompt_data = [config.eval_sets[0][1]]
     config.input_key = config.eval_input_key or config.input_key

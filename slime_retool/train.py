@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -71,9 +72,9 @@ def _flag_lines(config: Config) -> list[str]:
         if token.startswith("--"):
             lines.append(token)
         else:
-            lines[-1] += f" {token!r}" if " " in token else f" {token}"
+            lines[-1] += f" {shlex.quote(token)}"
     for name, values in config.sglang_server_flags.items():
-        lines.append(" ".join([f"--sglang-{name.removeprefix('--')}", *values]))
+        lines.append(shlex.join([f"--sglang-{name.removeprefix('--')}", *values]))
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge import flags
+from slime_retool import train
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.groups import RolloutArgs
 from slime_retool.errors import ConfigError
@@ -370,6 +372,12 @@ def test_dry_run_prints_flags_that_parse_to_the_same_configuration(run_args):
     assert done.returncode == 0, done.stderr
     tokens = done.stdout.replace("\\\n", " ").split()
     assert parse_config(tokens[3:]) == checked(run_args | {"--dry-run": None})
+
+
+def test_printed_flags_can_be_pasted_into_a_shell():
+    words = ["--rollout-stop", "it's", "$HOME;", "a b", "--sglang-json-model-override-args", '{"rope": [1]}']
+    config = parse_config(words)
+    assert parse_config(shlex.split(" ".join(train._flag_lines(config)))) == config
 
 
 def test_every_flag_is_declared_in_one_group():
