@@ -16,9 +16,8 @@ from slime_retool.config import Config
 from slime_retool.config.validate import check_batches
 from slime_retool.engine.server import kv_tokens
 from slime_retool.errors import ConfigError, EngineError
-from slime_retool.evaluation import _as_evaluation
+from slime_retool.evaluation import _as_evaluation, table
 from slime_retool.evaluation import main as eval_main
-from slime_retool.evaluation import table
 from slime_retool.observe.statistics import majority_at_k, pass_at_k
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import use_context
