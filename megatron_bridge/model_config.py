@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_bridge.flags import flag
 
@@ -57,22 +58,26 @@ class ModelArgs:
     )
 
 
-def moe_layers(model: ModelArgs) -> list[bool]:
+def moe_layers(model: ModelArgs) -> tuple[bool, ...]:
     """For each layer whether its MLP is a mixture of experts. ValueError for a --moe-layer-freq that says nothing."""
-    layers, pattern = required(model, "num_layers"), model.moe_layer_freq.replace(" ", "").strip("()")
-    if model.num_experts is None:
-        return [False] * layers
+    layers = required(model, "num_layers")
+    return (False,) * layers if model.num_experts is None else _moe_layers(layers, model.moe_layer_freq)
+
+
+@cache  # a plan asks hundreds of thousands of times
+def _moe_layers(layers: int, freq: str) -> tuple[bool, ...]:
+    pattern = freq.replace(" ", "").strip("()")
     if pattern.isdigit() and int(pattern) > 0:
-        return [layer % int(pattern) == 0 for layer in range(layers)]
+        return tuple(layer % int(pattern) == 0 for layer in range(layers))
     out: list[bool] = []
     for term in pattern.split("+"):
         match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", term)
         if match is None:
-            raise ValueError(f"--moe-layer-freq {model.moe_layer_freq}: give a number, or a list such as [0]*3+[1]*45")
+            raise ValueError(f"--moe-layer-freq {freq}: give a number, or a list such as [0]*3+[1]*45")
         out += [bit == "1" for bit in match.group(1).split(",")] * int(match.group(2) or 1)
     if len(out) != layers:
-        raise ValueError(f"--moe-layer-freq {model.moe_layer_freq} speaks of {len(out)} layers, --num-layers {layers}")
-    return out
+        raise ValueError(f"--moe-layer-freq {freq} speaks of {len(out)} layers, --num-layers {layers}")
+    return tuple(out)
 
 
 def alike_layers(model: ModelArgs) -> bool:

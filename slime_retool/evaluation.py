@@ -24,12 +24,13 @@ from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.config import build_parser
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.errors import ConfigError, SlimeRetoolError
+from slime_retool.errors import ConfigError, RolloutError, SlimeRetoolError
 from slime_retool.observe.statistics import powers_up_to
 from slime_retool.rollout.manager import RolloutManager
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime-retool eval"
+PROMPTS_AT_ONCE = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +74,8 @@ def _as_evaluation(config: Config) -> Config:
     """What an evaluation leaves open of a run, filled in so that the same checks serve."""
     config.debug_rollout_only, config.debug_train_only = True, False
     config.eval_interval, config.num_rollout, config.num_epoch = 1, 0, None
-    config.rollout_batch_size = config.rollout_batch_size or 1
+    # No batch is trained on: as many as any number of ranks divides, and as an engine's cache is to hold at once.
+    config.rollout_batch_size = config.rollout_batch_size or PROMPTS_AT_ONCE * config.world_size
     if not config.prompt_data and config.eval_sets:
         config.prompt_data = [config.eval_sets[0][1]]
     config.input_key = config.eval_input_key or config.input_key
@@ -91,7 +93,11 @@ def _from_checkpoint(config: Config) -> dict[str, float]:
             check.wait()
             logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
             rollout.connect(cluster.start_router(cluster.start_engines()))
-            return rollout.evaluate(resume=True)
+            try:
+                return rollout.evaluate(resume=True)
+            except RolloutError:
+                cluster.check()  # an engine that died says more
+                raise
 
 
 def _from_endpoint(config: Config) -> dict[str, float]:

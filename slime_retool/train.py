@@ -28,7 +28,7 @@ from tqdm import tqdm
 from megatron_bridge import flags
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.errors import ConfigError, RolloutError, SlimeRetoolError
+from slime_retool.errors import ConfigError, DataError, RolloutError, SlimeRetoolError
 from slime_retool.observe.memory import GIB, host_bytes
 from slime_retool.observe.metrics import Metrics
 
@@ -159,8 +159,10 @@ class Loop:
         for rollout_id in bar:
             figures = self._step(rollout_id)
             bar.set_postfix(_headline(figures))
-        if config.save_hf is not None:
-            self._export()
+        # After a run with nothing left to do the last checkpoint is the one it was to go on from.
+        source = config.save if first < config.num_rollout else config.load if first > 0 else None
+        if config.save_hf is not None and source is not None and not config.debug_rollout_only:
+            self._export(source)
 
     def _start(self) -> int:
         """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
@@ -188,11 +190,8 @@ class Loop:
         assert config.num_rollout is not None
         phases = Phases()
         with phases("generate"):
-            try:
+            with self._blaming_engines():
                 batch = self._rollout.generate(rollout_id)
-            except RolloutError:
-                cluster.check()  # an engine that died says more
-                raise
         cluster.check()
         figures = dict(batch.metrics)
         last = rollout_id + 1 == config.num_rollout
@@ -236,6 +235,15 @@ class Loop:
             cluster.begin_generation()
         return version
 
+    @contextmanager
+    def _blaming_engines(self) -> Iterator[None]:
+        """Where samples failed, an engine or a router that died says more."""
+        try:
+            yield
+        except (RolloutError, DataError):
+            self._cluster.check()
+            raise
+
     @staticmethod
     def _due(interval: int | None, rollout_id: int) -> bool:
         return interval is not None and (rollout_id + 1) % interval == 0
@@ -243,7 +251,8 @@ class Loop:
     def _evaluate(self, rollout_id: int) -> None:
         """Evaluate the weights after `rollout_id` (-1: before any training)."""
         started = time.monotonic()
-        figures = self._validate() if self._config.loss_type == "sft_loss" else self._rollout.evaluate(rollout_id)
+        with self._blaming_engines():
+            figures = self._validate() if self._config.loss_type == "sft_loss" else self._rollout.evaluate(rollout_id)
         figures["perf/eval_seconds"] = time.monotonic() - started
         self._metrics.log(rollout_id, figures)
         headline = {name: value for name, value in figures.items() if name.endswith(("/accuracy", "/loss"))}
@@ -258,12 +267,12 @@ class Loop:
             figures |= held_out_figures(name, samples, self._cluster.log_probs(samples))
         return figures
 
-    def _export(self) -> None:
+    def _export(self, source: str) -> None:
         from megatron_bridge.convert import convert_torch_dist_to_hf
 
         config = self._config
-        assert config.save is not None and config.save_hf is not None and config.hf_checkpoint is not None
-        convert_torch_dist_to_hf(config.save, config.save_hf, config.hf_checkpoint, progress=not config.no_progress)
+        assert config.save_hf is not None and config.hf_checkpoint is not None
+        convert_torch_dist_to_hf(source, config.save_hf, config.hf_checkpoint, progress=not config.no_progress)
         logger.info("wrote the Hugging Face checkpoint %s", config.save_hf)
 
 

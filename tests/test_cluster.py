@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import ray
 
@@ -9,8 +14,8 @@ from slime_retool.cluster.cluster import Cluster
 from slime_retool.cluster.connection import connect
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin
-from slime_retool.engine.process import free_ports
-from slime_retool.errors import ConfigError
+from slime_retool.engine.process import answers, free_ports
+from slime_retool.errors import ConfigError, WeightUpdateError
 
 
 @pytest.mark.parametrize("by_variable", [True, False])
@@ -59,3 +64,53 @@ def test_an_external_engine_that_does_not_answer_is_an_error() -> None:
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(ConfigError, match=f"--rollout-external-urls: no SGLang server answers there: {url}"):
         Cluster(Config(device="cpu", rollout_external_urls=[url]))._know_external()
+
+
+@contextmanager
+def server_that_says(reply: bytes) -> Iterator[str]:
+    """A server that answers every connection with these bytes. Gives its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:  # closed: the test is over
+                    return
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+OTHER_SERVERS = {
+    "a web page": b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>",
+    "other JSON": b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"ok": 1}',
+    "a list": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+    "a reply that is cut off": b'HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"tp_size"',
+    "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SERVERS)
+def test_an_address_where_something_else_answers_is_an_error(name: str) -> None:
+    with server_that_says(OTHER_SERVERS[name]) as url:
+        with pytest.raises(ConfigError, match=f"--rollout-external-urls: no SGLang server answers there: {url}"):
+            Cluster(Config(device="cpu", rollout_external_urls=[url]))._know_external()
+
+
+def test_what_a_server_does_not_say_is_not_made_up_and_raises_what_is_documented() -> None:
+    with server_that_says(OTHER_SERVERS["no HTTP"]) as url:
+        assert not answers(url) and not EngineAdmin(url).health()
+    with server_that_says(OTHER_SERVERS["other JSON"]) as url:
+        assert EngineAdmin(url).memory() == {}
+    with server_that_says(OTHER_SERVERS["a reply that is cut off"]) as url:
+        with pytest.raises(WeightUpdateError, match="IncompleteRead"):
+            EngineAdmin(url).set_weight_version(1)

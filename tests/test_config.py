@@ -279,6 +279,16 @@ BAD = {
         },
         "multiple of tensor x pipeline x context parallel size 2; use 4",
     ),
+    "less than one GPU of engines": ({"--rollout-num-gpus": "-2"}, "--rollout-num-gpus must be at least 1"),
+    "no room for a single token": ({"--rollout-max-context-len": "0"}, "--rollout-max-context-len must be at least 1"),
+    "fewer than no further tries": (
+        {"--rollout-request-retries": "-1"},
+        "--rollout-request-retries must be at least 0",
+    ),
+    "chunks of layers where parts of layers are recomputed": (
+        {"--recompute-granularity": "selective", "--recompute-num-layers": "1"},
+        "--recompute-num-layers 1 is of --recompute-granularity full",
+    ),
     "dropout": ({"--hidden-dropout": "0.1"}, "must be 0"),
     "bf16 on the CPU": ({"--precision": "bf16"}, "needs GPUs"),
     "a hook that does not exist": ({"--custom-rm-path": "no_such_module.f"}, "cannot import 'no_such_module'"),

@@ -123,6 +123,15 @@ def test_a_server_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: Pa
             process.wait_until_ready(lambda: False, 120, "the server")
 
 
+def test_the_log_of_an_earlier_server_says_nothing_about_this_one(tmp_path: Path):
+    """Else a line about a taken port would have a server that cannot start started four times."""
+    (tmp_path / "log.txt").write_text("Address already in use\n")
+    with start(tmp_path, new_mark(), "print('no such model'); raise SystemExit(3)") as process:
+        with pytest.raises(ServerError) as caught:
+            process.wait_until_ready(lambda: False, 120, "the server")
+    assert "no such model" in str(caught.value) and not port_was_taken(caught.value)
+
+
 def test_a_server_that_never_becomes_ready_is_an_error(tmp_path: Path):
     with start(tmp_path, new_mark(), "import time; print('loading', flush=True); time.sleep(600)") as process:
         with pytest.raises(ServerError, match="not ready after 0.5 s"):

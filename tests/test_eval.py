@@ -13,9 +13,11 @@ from aiohttp import web
 from rollout_hooks import scripted_context
 
 from slime_retool.config import Config
+from slime_retool.config.validate import check_batches
+from slime_retool.engine.server import kv_tokens
 from slime_retool.errors import ConfigError, EngineError
+from slime_retool.evaluation import _as_evaluation, table
 from slime_retool.evaluation import main as eval_main
-from slime_retool.evaluation import table
 from slime_retool.observe.statistics import majority_at_k, pass_at_k
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import use_context
@@ -325,3 +327,11 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, flags, message):
     assert eval_main(flags) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_an_evaluation_is_not_refused_for_a_batch_and_its_cache_holds_more_than_one_sample():
+    """With the flags of a training run on eight processes, none of which is about batches."""
+    flags = {"device": "cpu", "colocate": True, "actor_num_gpus_per_node": 8, "rollout_max_context_len": 100}
+    config = _as_evaluation(Config(**flags, eval_prompt_data=["a", "a.jsonl"]))
+    check_batches(config)
+    assert kv_tokens(config) >= 16 * 100

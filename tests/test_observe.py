@@ -1,10 +1,14 @@
-"""metrics.jsonl: one row a step, whatever happened to the run that wrote it."""
+"""Trackers: metrics.jsonl has one row a step, whatever happened to the run that wrote it; W&B gets all of them."""
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
-from slime_retool.observe.metrics import JsonlTracker, read_metrics
+from slime_retool.cli import main
+from slime_retool.config import Config
+from slime_retool.observe.metrics import JsonlTracker, Metrics, read_metrics
 
 
 def log(path: Path, *rows: tuple[int, dict[str, float]]) -> None:
@@ -36,3 +40,33 @@ def test_a_line_cut_off_by_a_kill_costs_nothing_but_itself(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-7])
     log(path, (1, {"loss": 2.0}), (2, {"loss": 1.0}))
     assert figures(path) == [{"step": step, "loss": 3.0 - step} for step in range(3)]
+
+
+def test_wandb_keeps_the_evaluation_before_training(tmp_path: Path, monkeypatch):
+    """Its step is -1; the figures are looked for in the file that an offline run writes."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    metrics = Metrics(Config(output_dir=str(tmp_path), use_wandb=True, wandb_mode="offline"))
+    metrics.log(-1, {"eval/untrained": 0.25})
+    metrics.log(0, {"train/first": 2.0})
+    metrics.log(0, {"eval/trained": 0.5})
+    metrics.close()
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    names, deadline = (b"eval/untrained", b"train/first", b"eval/trained"), time.monotonic() + 30
+    while time.monotonic() < deadline and names[-1] not in written.read_bytes():
+        time.sleep(0.05)  # a process of W&B's own writes it
+    assert [name for name in names if name in written.read_bytes()] == list(names)
+
+
+def test_a_transcript_that_is_being_written_can_be_viewed(tmp_path: Path, capsys):
+    row = {
+        "index": 0,
+        "label": "42",
+        "reward": 1.0,
+        "status": "completed",
+        "prompt": "six times seven?",
+        "response": "42",
+    }
+    line = json.dumps(row)
+    (tmp_path / "eval.jsonl").write_text(line + "\n" + line[:40])
+    assert main(["view", str(tmp_path / "eval.jsonl")]) == 0
+    assert capsys.readouterr().out.count("six times seven?") == 1

@@ -13,7 +13,8 @@ from test_model_scripts import PUBLISHED, source
 from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.planning.cards import CARDS, GEMM_SHARE
-from slime_retool.planning.changes import changes_that_fit
+from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
+from slime_retool.planning.generation import generate_seconds
 from slime_retool.planning.memory import GIB, host_memory, stage_memory, trainer_memory
 from slime_retool.planning.parameters import active_parameters, stage_layers, stage_parameters, total_parameters
 from slime_retool.planning.plan import make_plan
@@ -172,6 +173,11 @@ def test_trainer_and_engine_on_the_same_gpus_take_turns():
     assert turns.moments["generating"] == turns.engine.total + turns.trainer.runtime
     assert turns.moments["training"] == turns.trainer.total + turns.engine.runtime
     assert turns.host == host_memory(config, turns.trainer) == turns.trainer.weights + turns.trainer.optimizer
+    assert "saving" not in turns.moments
+    config.save = "checkpoints"
+    saving = make_plan(config, CARDS["h100"], mean_prompt=100, mean_response=500).moments["saving"]
+    t = turns.trainer
+    assert saving == t.weights + t.optimizer + t.runtime + turns.engine.weights + turns.engine.runtime
     config.offload_train = config.offload_rollout = False
     together = make_plan(config, CARDS["h100"], mean_prompt=100, mean_response=500)
     assert together.resident >= together.trainer.total + together.engine.total > turns.resident
@@ -182,8 +188,32 @@ def test_a_critic_in_the_same_processes_weighs_as_much_as_a_model_without_output
     options = dict(max_tokens_per_gpu=4096, use_dynamic_batch_size=True, debug_train_only=True)
     memory = trainer_memory(config_of("qwen3-8B", advantage_estimator="ppo", **options), work(500))
     assert memory.critic == 18 * (total_parameters(source("qwen3-8B", ROOT)) - 151_936 * 4096)
+    away = trainer_memory(
+        config_of("qwen3-8B", advantage_estimator="ppo", optimizer_cpu_offload=True, **options), work(500)
+    )
+    assert away.critic * 18 == memory.critic * 6 and away.host_optimizer == memory.optimizer + memory.critic * 12 // 18
     apart = config_of("qwen3-8B", advantage_estimator="ppo", critic_num_gpus_per_node=1, **options)
     assert trainer_memory(apart, work(500)).critic == 0
+
+
+def test_a_critic_apart_needs_gpus_memory_and_time_of_its_own():
+    """Qwen3-4B, whose tied embedding the critic has alone: 18 bytes a parameter, and activations like the actor's."""
+    options = dict(advantage_estimator="ppo", actor_num_gpus_per_node=4, **PACKED, max_tokens_per_gpu=4096)
+    plans = {
+        gpus: make_plan(
+            config_of("qwen3-4B", critic_num_gpus_per_node=gpus, **options),
+            CARDS["h200"],
+            mean_prompt=0,
+            mean_response=500,
+        )
+        for gpus in (1, 2, 4)
+    }
+    assert [plan.gpus for plan in plans.values()] == [5, 6, 8]
+    alone = trainer_memory(config_of("qwen3-4B", max_tokens_per_gpu=4096, **PACKED), plans[1].workload)
+    expected = 18 * total_parameters(source("qwen3-4B", ROOT)) + alone.activations + alone.runtime
+    assert plans[1].moments["training the critic"] == expected
+    times = [plan.time.critic for plan in plans.values()]
+    assert times[0] > 1.5 * times[1] > 2 * times[2] > 0
 
 
 def test_engines_that_cannot_hold_one_sample_do_not_fit():
@@ -206,6 +236,16 @@ SHORT_OF_MEMORY = {
     "32B without any parallelism": (
         "qwen2.5-32B", "--colocate --max-tokens-per-gpu 8192 --actor-num-nodes 2 --actor-num-gpus-per-node 8"
     ),
+    "parts that are recomputed already": (
+        "qwen3-8B",
+        "--debug-train-only --max-tokens-per-gpu 16384 --actor-num-gpus-per-node 8 --recompute-granularity selective "
+        "--recompute-modules layernorm mlp",
+    ),
+    "32B, and engines on 4 GPUs": (
+        "qwen2.5-32B",
+        "--tensor-model-parallel-size 8 --sequence-parallel --max-tokens-per-gpu 4096 --actor-num-gpus-per-node 8 "
+        "--actor-num-nodes 4 --rollout-num-gpus 4 --rollout-max-response-len 32000",
+    ),
     "235B on 256 H100": (
         "qwen3-235B-A22B",
         "--colocate --max-tokens-per-gpu 8192 --actor-num-nodes 32 --actor-num-gpus-per-node 8 "
@@ -222,12 +262,13 @@ def test_what_is_suggested_fits_when_it_is_added_to_the_flags(case, capsys):
         "--n-samples-per-prompt", "8", "--json", "--mean-response", "2000",
     ]  # fmt: skip
     assert main(["plan", *flags]) == 1
-    changes = json.loads(capsys.readouterr().out)["changes"]
-    assert changes
-    for change in changes:
+    found = json.loads(capsys.readouterr().out)
+    assert found["changes"]
+    for change in found["changes"]:
         assert main(["plan", *flags, *change["flags"].split()]) == 0, change["flags"]
         again = json.loads(capsys.readouterr().out)
         assert (again["resident"], again["gpus"]) == (change["resident"], change["gpus"])
+        assert (again["engine"] is None) == (found["engine"] is None)
 
 
 FITTING = {
@@ -240,6 +281,10 @@ FITTING = {
     "stages of equal length": (
         "qwen3-14B", "--debug-train-only --max-tokens-per-gpu 16384 --actor-num-gpus-per-node 2 "
         "--use-precision-aware-optimizer --pipeline-model-parallel-size 2",
+    ),
+    "stages of which the first is short": (
+        "qwen3-14B", "--debug-train-only --max-tokens-per-gpu 16384 --actor-num-gpus-per-node 2 "
+        "--use-precision-aware-optimizer --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 18",
     ),
 }  # fmt: skip
 
@@ -346,3 +391,53 @@ def test_a_layout_that_cannot_be_built_is_refused_in_one_line(capsys):
     assert main(["plan", *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("slime-retool plan: error: --tensor-model-parallel-size 3") and error.count("\n") == 1
+
+
+WRONG = {
+    "--rollout-num-gpus-per-engine 0": "--rollout-num-gpus-per-engine must be at least 1",
+    "--rollout-num-gpus 1 --rollout-num-gpus-per-engine 2": "--rollout-num-gpus-per-engine 2 does not divide the 1",
+    "--rollout-num-gpus -2": "--rollout-num-gpus must be at least 1",
+    "--micro-batch-size 0": "--micro-batch-size must be at least 1",
+    "--global-batch-size 100": "256 samples must be a multiple of --global-batch-size 100",
+    "--n-samples-per-prompt 0": "--n-samples-per-prompt must be at least 1",
+    "--mean-prompt -5": "--mean-prompt must be at least 0",
+    "--mean-response 0": "--mean-response must be at least 1",
+    "--keep-logits-gib nan": "--keep-logits-gib must be at least 0",
+    "--recompute-granularity full": "needs --recompute-method and --recompute-num-layers",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0": "must be at least 1, got 0",
+    "--recompute-granularity selective --recompute-num-layers 1": "--recompute-num-layers 1 is of",
+    "--rollout-max-context-len 0": "--rollout-max-context-len must be at least 1",
+    "--advantage-estimator ppo --critic-num-gpus-per-node 0": "--critic-num-gpus-per-node must be at least 1",
+    "--debug-rollout-only": "--debug-rollout-only trains nothing",
+}
+
+
+@pytest.mark.parametrize("extra", WRONG)
+def test_what_a_run_would_be_refused_for_is_not_planned(extra, capsys):
+    flags = [*flags_of("qwen3-4B"), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8"]
+    assert main(["plan", *flags, *extra.split()]) == 2
+    error = capsys.readouterr().err
+    assert WRONG[extra] in error and error.count("\n") == 1
+
+
+def test_engines_that_others_run_are_left_as_they_are():
+    config = config_of("qwen3-4B", rollout_external_urls=["http://a:1", "http://b:1"], sglang_mem_fraction_static=0.3)
+    plan = make_plan(config, CARDS["h200"], mean_prompt=256, mean_response=4000)
+    changes = changes_that_speed_up(config, CARDS["h200"], plan.time.total, mean_prompt=256, mean_response=4000)
+    assert plan.fits and not any("engine" in change.flags or "sglang" in change.flags for change in changes)
+
+
+def test_an_engines_cards_are_of_one_host_whatever_hosts_the_trainer_has():
+    engine = dict(rollout_num_gpus=4, rollout_num_gpus_per_engine=4)
+    one, four = (config_of("qwen3-4B", actor_num_gpus_per_node=gpus, **engine) for gpus in (1, 4))
+    load = Workload.from_means(256, 100, 1000)
+    assert generate_seconds(one, CARDS["h100"], load) == generate_seconds(four, CARDS["h100"], load)
+
+
+def test_a_cache_of_limited_tokens_takes_their_bytes_and_must_hold_a_sample():
+    """Qwen3-4B: 36 layers of 8 key and 8 value heads of 128 in bf16, half of them on each of two GPUs."""
+    engine = dict(rollout_num_gpus_per_engine=2, sglang_max_total_tokens=1000, rollout_max_response_len=2000)
+    plan = make_plan(config_of("qwen3-4B", **engine), CARDS["h100"], mean_prompt=100, mean_response=500)
+    assert plan.engine is not None
+    assert (plan.engine.kv_tokens, plan.engine.kv_cache) == (1000, 1000 * 36 * 2 * 8 * 128 * 2 // 2)
+    assert "an engine's cache holds 1,000 tokens" in plan.problems[-1]

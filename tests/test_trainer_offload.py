@@ -66,6 +66,7 @@ def _work(rank: int, world_size: int, root: str) -> dict[str, Any]:
                 memory.offload()
                 out["left behind"] = memory.report()
         with memory.present():
+            out["during the save"] = memory.report()
             trainer.save(2, {})
         out["after the save"] = memory.report()
         memory.reload()
@@ -100,6 +101,8 @@ def test_nothing_is_left_on_the_device(result: dict[str, Any]) -> None:
 
 
 def test_a_checkpoint_written_while_away_holds_the_weights(result: dict[str, Any]) -> None:
+    during = result["during the save"]
+    assert during["weights"] > 0 and during["state"] > 0 and during["grads"] == 0
     assert result["after the save"] == {"weights": 0, "state": 0, "grads": 0}
     saved, expected = result["leaves loaded"][1], result["stays"][1]
     assert all(torch.equal(saved[name], expected[name]) for name in expected)

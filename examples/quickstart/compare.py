@@ -63,9 +63,7 @@ class Comparison(Quickstart):
         file = self.out / "settings.json"
         settings = {"seed": self.seed, **asdict(self.size)}
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
-        changed = [
-            f"{name} {before[name]}, now {value}" for name, value in settings.items() if before[name] != value
-        ]
+        changed = [f"{name} {before[name]}, now {value}" for name, value in settings.items() if before[name] != value]
         if changed:
             print(
                 f"error: {self.out} holds stages of another comparison ({'; '.join(changed)}); "

@@ -7,7 +7,6 @@ with Cluster(config) as cluster:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -68,12 +67,7 @@ class Cluster:
         roles = "actor" if apart else "all"
         self._trainers = self._make_trainers(self._config, self._placement.trainers, roles)
         if apart:
-            own = dataclasses.replace(
-                self._config,
-                actor_num_nodes=self._config.critic_num_nodes or 1,
-                actor_num_gpus_per_node=self._config.critic_num_gpus_per_node or 1,
-                offload_train=False,  # nobody else wants its devices
-            )
+            own = self._config.of_critic_apart()
             self._critics = self._make_trainers(own, self._placement.critics, "critic")
         starting = []
         for group in (self._trainers, self._critics):

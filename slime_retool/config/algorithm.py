@@ -184,7 +184,12 @@ def _check_critic(config: Config) -> None:
         ("--value-clip", config.value_clip),
     ):
         require(value >= 0, f"{flag} must be at least 0, got {value}")
-    if not config.critic_apart:
+    check_critic_processes(config)
+
+
+def check_critic_processes(config: Config) -> None:
+    """Refuse (ConfigError) processes of a critic apart that the parallel sizes do not divide."""
+    if not config.uses_critic or not config.critic_apart:
         return
     for flag, count in (
         ("--critic-num-nodes", config.critic_num_nodes),

@@ -92,6 +92,15 @@ class Config(
             return 0
         return (self.critic_num_nodes or 1) * (self.critic_num_gpus_per_node or 1)
 
+    def of_critic_apart(self) -> Config:
+        """The options as the processes of a critic apart have them."""
+        return replace(
+            self,
+            actor_num_nodes=self.critic_num_nodes or 1,
+            actor_num_gpus_per_node=self.critic_num_gpus_per_node or 1,
+            offload_train=False,  # nobody else wants its devices
+        )
+
     @property
     def samples_per_rollout(self) -> int:
         assert self.rollout_batch_size is not None

@@ -387,9 +387,9 @@ class PerfArgs:
     recompute_num_layers: int | None = flag(None, help="Layers per recomputed chunk (uniform) or stage (block).")
     recompute_modules: list[str] = flag(
         [],
-        nargs="+",
+        nargs="*",
         choices=("core_attn", "layernorm", "mlp", "moe", "moe_act"),
-        help="Parts recomputed with --recompute-granularity selective; core_attn without the flag.",
+        help="Parts recomputed with --recompute-granularity selective; without a name core_attn.",
     )
     gradient_accumulation_fusion: bool = flag(
         True, help="Transformer Engine adds weight gradients to the fp32 buffer inside its matrix products."

@@ -39,7 +39,7 @@ def validate(config: Config) -> None:
     _check_checkpoints(config)
     _check_lora(config)
     _check_optimizer(config)
-    _check_precision(config)
+    check_precision(config)
     check_engines(config)
     _check_hooks(config)
 
@@ -275,7 +275,8 @@ def _check_optimizer(config: Config) -> None:
     require(steps is None or steps >= 1, f"--lr-decay-iters must be at least 1, got {steps}")
 
 
-def _check_precision(config: Config) -> None:
+def check_precision(config: Config) -> None:
+    """Precision, recomputation and the optimizer's place. ConfigError at the first rule that is broken."""
     if config.device == "cpu":
         require(config.precision != "bf16", "--precision bf16 needs GPUs; on the CPU use fp32")
         require(
@@ -295,6 +296,10 @@ def _check_precision(config: Config) -> None:
         )
     layers = config.recompute_num_layers
     require(layers is None or layers >= 1, f"--recompute-num-layers must be at least 1, got {layers}")
+    require(
+        config.recompute_granularity != "selective" or layers is None,
+        f"--recompute-num-layers {layers} is of --recompute-granularity full; drop it",
+    )
     require(
         not config.recompute_modules or config.recompute_granularity == "selective",
         f"--recompute-modules {' '.join(config.recompute_modules)} needs --recompute-granularity selective",

@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,29 +51,30 @@ class EngineAdmin:
         try:
             with _opener.open(f"{self.url}/health", timeout=timeout) as reply:
                 return reply.status == 200
-        except (OSError, ValueError):
+        except (OSError, ValueError, HTTPException):
             return False
 
     def weight_version(self) -> str:
         """The version that the server reports with every completion."""
-        return str(json.loads(self._request("/model_info", None))["weight_version"])
+        return str(self._get("/model_info", "weight_version"))
 
     def tensor_parallel_size(self) -> int:
         """Workers of the server, each with its part of every weight."""
-        return int(json.loads(self._request("/server_info", None))["tp_size"])
+        return int(self._get("/server_info", "tp_size"))
 
     def memory(self) -> dict[str, float]:
         """GiB of one worker's weights, KV cache and CUDA graphs, and the cache's tokens; as they were at the start.
 
         Empty where a server does not say.
         """
-        states = json.loads(self._request("/server_info", None)).get("internal_states")
-        usage = states[0].get("memory_usage") if states else None
-        if usage is None:
-            return {}
+        text = self._request("/server_info", None)
         names = {"weights_gib": "weight", "kv_cache_gib": "kvcache", "graphs_gib": "graph"}
-        figures = {name: float(usage[key]) for name, key in names.items()}
-        return figures | {"kv_cache_tokens": float(usage["token_capacity"])}
+        names["kv_cache_tokens"] = "token_capacity"
+        try:
+            usage = json.loads(text)["internal_states"][0]["memory_usage"]
+            return {name: float(usage[key]) for name, key in names.items()}
+        except (ValueError, KeyError, IndexError, TypeError):
+            return {}
 
     def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Stop generating. New requests wait until `resume`.
@@ -197,6 +199,16 @@ class EngineAdmin:
         if isinstance(reply, dict) and reply.get("success") is False:
             raise WeightUpdateError(f"{self.url}{path} refused: {reply.get('message') or text}")
 
+    def _get(self, path: str, field: str) -> Any:
+        """A field of the JSON object that a GET is answered with."""
+        text = self._request(path, None)
+        try:
+            return json.loads(text)[field]
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightUpdateError(
+                f"{self.url}{path} has no {field!r} in its answer, as an SGLang server's has: {text[:200]}"
+            ) from error
+
     def _request(self, path: str, body: dict[str, Any] | None) -> str:
         request = urllib.request.Request(
             self.url + path,
@@ -211,8 +223,9 @@ class EngineAdmin:
             raise WeightUpdateError(f"{self.url}{path} answered HTTP {error.code}: {_message(text)}") from error
         except TimeoutError as error:
             raise WeightUpdateError(f"{self.url}{path} did not answer within {self.timeout:g} s") from error
-        except (OSError, ValueError) as error:
-            raise WeightUpdateError(f"{self.url}{path} cannot be reached: {error}") from error
+        except (OSError, ValueError, HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise WeightUpdateError(f"{self.url}{path} cannot be reached: {reason}") from error
 
 
 def every_engine(

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -62,7 +63,7 @@ def answers(url: str, timeout: float = 2.0) -> bool:
     try:
         with opener.open(url, timeout=timeout) as reply:
             return reply.status == 200
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return False
 
 
@@ -87,6 +88,7 @@ class SupervisedProcess:
         read_end, self._lifeline = os.pipe()
         try:
             with open(log_path, "ab") as log:
+                self._log_start = log.tell()
                 self._process = subprocess.Popen(
                     [sys.executable, supervisor.__file__, str(read_end), str(grace), *command],
                     stdin=subprocess.DEVNULL,
@@ -113,9 +115,9 @@ class SupervisedProcess:
         return self._process.poll() is None
 
     def log_tail(self) -> str:
-        """The last lines that the server wrote."""
+        """The last lines that the server wrote; what an earlier one left in the same file is not among them."""
         with open(self.log_path, "rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - 20_000))
+            log.seek(max(self._log_start, self.log_path.stat().st_size - 20_000))
             lines = log.read().decode("utf-8", "replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 

@@ -68,9 +68,12 @@ class WandbTracker:
             dir=config.output_dir,
             config=stored,
         )
+        self._run.define_metric("rollout")
+        self._run.define_metric("*", step_metric="rollout")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
+        # W&B drops what is logged below its step 0, and the evaluation before training has step -1.
+        self._run.log({"rollout": step, **metrics}, step=step + 1)
 
     def close(self) -> None:
         self._run.finish()

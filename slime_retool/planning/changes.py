@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_bridge.model_config import required
 from slime_retool.config import Config
+from slime_retool.errors import ConfigError
 from slime_retool.planning.cards import Card
-from slime_retool.planning.memory import MEM_FRACTION
+from slime_retool.planning.memory import MEM_FRACTION, engine_memory
 from slime_retool.planning.plan import check_layout, find_problems, make_plan, memory_of_moments
 from slime_retool.planning.workload import Workload
 
@@ -86,13 +87,16 @@ def _with(
     changed = copy.copy(config)
     for name, value in itertools.chain.from_iterable(fields.items() for _, fields in settings):
         setattr(changed, name, value)
+    workload = Workload.of_run(changed, mean_prompt, mean_response)
+    # What is quick and refuses most comes first: some runs have hundreds of thousands of candidates.
+    if changed.num_engines and engine_memory(changed, card).kv_tokens < workload.longest:
+        return None
     try:
         check_layout(changed)
-    except ValueError:
+    except ConfigError:
         return None
-    workload = Workload.of_run(changed, mean_prompt, mean_response)
     _, engine, moments = memory_of_moments(changed, card, workload)
-    if find_problems(card, workload, engine, moments):  # before the seconds, which take longer to find
+    if find_problems(card, workload, engine, moments):
         return None
     plan = make_plan(changed, card, mean_prompt=mean_prompt, mean_response=mean_response)
     return Change(" ".join(flags for flags, _ in settings), plan.resident, plan.time.total, plan.gpus)
@@ -104,7 +108,8 @@ def _gpu_seconds(change: Change) -> tuple[float, str]:
 
 def _settings_that_save_memory(config: Config) -> Iterator[list[Setting]]:
     """Groups of settings of which a change takes one each."""
-    full = ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", {
+    uniform = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    full = (uniform + " --recompute-modules" * bool(config.recompute_modules), {
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
         "recompute_modules": [],
     })  # fmt: skip
@@ -142,7 +147,7 @@ def _settings_that_save_memory(config: Config) -> Iterator[list[Setting]]:
     ]
     if not config.optimizer_cpu_offload:
         yield [("--optimizer-cpu-offload", {"optimizer_cpu_offload": True})]
-    if config.num_engines:
+    if config.num_engines and not config.rollout_external_urls:
         fraction = config.sglang_mem_fraction_static or MEM_FRACTION
         fractions = [round(0.05 * step, 2) for step in range(17, 4, -1) if 0.05 * step < fraction - 0.01]
         yield [(f"--sglang-mem-fraction-static {f}", {"sglang_mem_fraction_static": f}) for f in fractions]
@@ -162,7 +167,7 @@ def _settings_that_save_time(config: Config) -> Iterator[list[Setting]]:
         for gib in (5, 10, 20)
         if gib > config.keep_logits_gib
     ]
-    if config.num_engines:
+    if config.num_engines and not config.rollout_external_urls:
         engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine
         yield [
             (f"--rollout-num-gpus-per-engine {size}", {"rollout_num_gpus_per_engine": size})
@@ -214,11 +219,15 @@ def _pipelines(config: Config, size: int) -> list[Setting]:
 
 
 def _pipeline(config: Config, size: int, last: int) -> Setting:
-    even = last * size == required(config, "num_layers")
+    layers = required(config, "num_layers")
+    even = last * size == layers
     unset = config.decoder_first_pipeline_num_layers is None and config.decoder_last_pipeline_num_layers is None
     fields: dict[str, Any] = {"pipeline_model_parallel_size": size}
     flags = f"--pipeline-model-parallel-size {size}"
     if not (even and unset):
         fields["decoder_last_pipeline_num_layers"] = last
         flags += f" --decoder-last-pipeline-num-layers {last}"
+    if config.decoder_first_pipeline_num_layers is not None and size > 1:
+        fields["decoder_first_pipeline_num_layers"] = first = (layers - last) // (size - 1)
+        flags += f" --decoder-first-pipeline-num-layers {first}"
     return flags, fields

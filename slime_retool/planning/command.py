@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs, check_model
 from slime_retool.config.config import Config, build_parser, config_from_namespace
-from slime_retool.config.engines import check_engines
-from slime_retool.config.parallel import check_parallel
 from slime_retool.config.require import require
-from slime_retool.config.validate import check_batches
 from slime_retool.planning.cards import CARDS
 from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.planning.plan import make_plan
@@ -61,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _complete(config: Config) -> None:
-    """Fill in the model from --hf-checkpoint where no model flags were given. ValueError for what is missing."""
+    """Fill in the model from --hf-checkpoint where no model flags were given. ValueError for what cannot be planned."""
     config.device = "cuda"
     given = ModelArgs(**{f.name: config.__dict__[f.name] for f in dataclasses.fields(ModelArgs)})
     if given == ModelArgs() and config.hf_checkpoint is not None:
@@ -70,6 +67,4 @@ def _complete(config: Config) -> None:
     elif given == ModelArgs():
         raise ValueError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
     check_model(config)
-    check_parallel(config)
-    check_batches(config)
-    check_engines(config)
+    require(not config.debug_rollout_only, "--debug-rollout-only trains nothing: a plan is of the run without it")

@@ -66,8 +66,8 @@ def _decode_seconds(config: Config, card: Card, running: float, context: float) 
     step += DECODE_STEP_SECONDS + DECODE_LAYER_SECONDS * required(config, "num_layers")
     if workers > 1:
         reduced = 2 * required(config, "num_layers") * running * required(config, "hidden_size") * BF16
-        link = card.nvlink if workers <= config.actor_num_gpus_per_node else card.network
-        step += 2 * reduced * (workers - 1) / workers / (link * LINK_SHARE)
+        # No engine spans hosts (`cluster.placement`), whatever hosts the trainer has.
+        step += 2 * reduced * (workers - 1) / workers / (card.nvlink * LINK_SHARE)
     return step
 
 

@@ -15,7 +15,7 @@ under 1F1B, stage s of p has p - s of them (https://arxiv.org/abs/2104.04473, se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_bridge.model_config import ModelArgs, padded_vocab_size, query_groups, required
 from slime_retool.config import Config
@@ -57,7 +57,7 @@ class TrainerMemory:
     gradients: int
     optimizer: int
     critic: int
-    """Weights, gradients and optimizer of a critic in the same processes."""
+    """Weights, gradients and optimizer of a critic in the same processes; 0 for one that is apart."""
     activations: int
     logits: int
     """What a chunk of logits takes in the backward pass, beyond what a layer's backward takes anyway."""
@@ -132,23 +132,39 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
     backward = tokens * (remade + layer_backward_bytes(config))
     logits = _log_prob_bytes(config, tokens, workload.learned) if stage == pp - 1 else 0.0
     weights, gradients, optimizer = _state_bytes(config, stage, layers)
-    on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
+    on_host = _host_part(config, optimizer)
+    critic, critic_on_host = (0, 0)
+    if config.uses_critic and not config.critic_apart:
+        critic, critic_on_host = _critic_bytes(config, stage, layers)
     return TrainerMemory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer - on_host,
-        host_optimizer=on_host,
-        critic=_critic_bytes(config, stage, layers),
+        host_optimizer=on_host + critic_on_host,
+        critic=critic,
         activations=int(in_flight * tokens * (kept + ends) + backward),
         logits=int(max(0.0, logits - backward)),
     )
 
 
-def _state_bytes(config: Config, stage: int, layers: int) -> tuple[int, int, int]:
-    """(weights, gradients, optimizer) of a rank."""
+def critic_apart_bytes(config: Config, workload: Workload) -> int:
+    """On the fullest GPU of a critic that is apart: like the actor, without logits."""
+    own = replace(config.of_critic_apart(), lora_rank=None)
+    layers = layers_of_stages(own)
+    stages = range(own.pipeline_model_parallel_size)
+    held = [_critic_bytes(own, s, layers[s])[0] + stage_memory(own, workload, s).activations for s in stages]
+    return max(held) + RUNTIME_BYTES
+
+
+def _host_part(config: Config, optimizer: int) -> int:
+    return round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
+
+
+def _state_bytes(config: Config, stage: int, layers: int, *, left_out: int = 0) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer) of a rank that has so many parameters less than its part of a language model."""
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
-    parameters = stage_parameters(config, stage=stage, layers=layers, tp=tp, pp=pp, ep=ep, etp=etp)
+    parameters = stage_parameters(config, stage=stage, layers=layers, tp=tp, pp=pp, ep=ep, etp=etp) - left_out
     experts = all_expert_parameters(config) * layers // required(config, "num_layers") // (ep * etp)
     trained = parameters
     if config.lora is not None:
@@ -164,18 +180,16 @@ def _state_bytes(config: Config, stage: int, layers: int) -> tuple[int, int, int
     return parameters * element_bytes(config), trained * gradient, stated * (2 * FP32 + main)
 
 
-def _critic_bytes(config: Config, stage: int, layers: int) -> int:
-    """A model like the actor, without adapters and with one value per token in place of the output layer."""
-    if not config.uses_critic or config.critic_apart:
-        return 0
-    values = Config(**{**config.__dict__, "lora_rank": None, "untie_embeddings_and_output_weights": True})
-    whole = sum(_state_bytes(values, stage, layers))
-    if stage < config.pipeline_model_parallel_size - 1:
-        return whole
-    matrix = padded_vocab_size(config, config.tensor_model_parallel_size) // config.tensor_model_parallel_size
-    parameters = matrix * required(config, "hidden_size")
-    shards = config.data_parallel_size * config.context_parallel_size if config.use_distributed_optimizer else 1
-    return whole - parameters * (element_bytes(config) + FP32 + 3 * FP32 // shards)
+def _critic_bytes(config: Config, stage: int, layers: int) -> tuple[int, int]:
+    """(on the device, on the host): weights, gradients and optimizer of a model like the actor, without adapters and
+    with one value per token in place of the output layer."""
+    values = replace(config, lora_rank=None, untie_embeddings_and_output_weights=True)
+    columns = padded_vocab_size(config, config.tensor_model_parallel_size) // config.tensor_model_parallel_size
+    last = stage == config.pipeline_model_parallel_size - 1
+    left_out = columns * required(config, "hidden_size") if last else 0
+    weights, gradients, optimizer = _state_bytes(values, stage, layers, left_out=left_out)
+    on_host = _host_part(config, optimizer)
+    return weights + gradients + optimizer - on_host, on_host
 
 
 def logits_bytes(config: Config, rows: float) -> float:
@@ -217,7 +231,11 @@ def engine_memory(config: Config, card: Card) -> EngineMemory:
     )
     cache = max(0, int(card.memory_bytes * fraction) - weights)
     copies = max(1, workers // query_groups(config))  # fewer key heads than workers are copied
-    tokens = cache * workers // copies // kv_bytes_per_token(config)
+    of_token = kv_bytes_per_token(config)
+    tokens = cache * workers // copies // of_token
+    if config.sglang_max_total_tokens is not None and config.sglang_max_total_tokens < tokens:
+        tokens = config.sglang_max_total_tokens
+        cache = tokens * of_token * copies // workers
     return EngineMemory(weights=weights, kv_cache=cache, runtime=ENGINE_RUNTIME_BYTES, kv_tokens=tokens)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime_retool.config import Config
+from slime_retool.config.algorithm import check_critic_processes
+from slime_retool.config.engines import check_engines
 from slime_retool.config.parallel import check_parallel
+from slime_retool.config.validate import check_batches, check_precision
 from slime_retool.planning.cards import Card
 from slime_retool.planning.flops import model_flops
 from slime_retool.planning.generation import generate_seconds, offload_seconds, sync_seconds
@@ -14,6 +17,7 @@ from slime_retool.planning.memory import (
     GIB,
     EngineMemory,
     TrainerMemory,
+    critic_apart_bytes,
     engine_memory,
     host_memory,
     micro_batches,
@@ -52,12 +56,12 @@ class Plan:
     active_parameters: int
     """Of those, what one token meets (all of them without experts)."""
     gpus: int
-    """Of training and generation together."""
+    """Of training, a critic apart and generation together."""
     card: Card
     trainer: TrainerMemory
     engine: EngineMemory | None
     moments: dict[str, int]
-    """Bytes on the fullest GPU while training, generating, updating the engines' weights."""
+    """Bytes on the fullest GPU while training (a critic apart too), generating, updating the engines, saving."""
     host: int
     """Page-locked bytes on each training host."""
     time: StepTime
@@ -79,7 +83,7 @@ class Plan:
 
 
 def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: float) -> Plan:
-    """Raises ValueError for a layout that cannot be built."""
+    """Raises ConfigError for a layout that cannot be built."""
     check_layout(config)
     workload = Workload.of_run(config, mean_prompt, mean_response)
     trainer, engine, moments = memory_of_moments(config, card, workload)
@@ -91,7 +95,7 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
     return Plan(
         parameters=total_parameters(config),
         active_parameters=active_parameters(config),
-        gpus=max(config.world_size, engine_gpus) if config.colocate else config.world_size + engine_gpus,
+        gpus=config.world_size + config.critic_world_size + (0 if config.colocate else engine_gpus),
         card=card,
         trainer=trainer,
         engine=engine,
@@ -106,14 +110,13 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
 
 
 def check_layout(config: Config) -> None:
-    """Refuse (ValueError) parallel sizes that divide neither the model, the GPUs nor the batch."""
+    """Refuse (ConfigError) what a run would be refused for: sizes that divide neither the model, the GPUs nor the
+    batch, and options that do not go together."""
     check_parallel(config)
-    samples = config.global_batch_size or config.samples_per_rollout
-    if samples % config.data_parallel_size:
-        raise ValueError(
-            f"an optimizer step of {samples} samples (--global-batch-size) is no multiple of the "
-            f"{config.data_parallel_size} data-parallel ranks; change it, or the parallel sizes"
-        )
+    check_batches(config)
+    check_critic_processes(config)
+    check_precision(config)
+    check_engines(config)
 
 
 def memory_of_moments(
@@ -122,7 +125,10 @@ def memory_of_moments(
     """(trainer, engine, bytes on the fullest GPU at each moment)."""
     trainer = trainer_memory(config, workload)
     engine = engine_memory(config, card) if config.num_engines else None
-    return trainer, engine, _moments(config, trainer, engine)
+    moments = _moments(config, trainer, engine)
+    if config.critic_world_size:
+        moments["training the critic"] = critic_apart_bytes(config, workload)
+    return trainer, engine, moments
 
 
 def _moments(config: Config, trainer: TrainerMemory, engine: EngineMemory | None) -> dict[str, int]:
@@ -140,6 +146,10 @@ def _moments(config: Config, trainer: TrainerMemory, engine: EngineMemory | None
     if config.offloads_train and config.offloads_rollout:
         # After training only weights stay; engines then take room for theirs, and for their cache when it has left.
         moments["updating"] = trainer.weights + trainer.runtime + engine.weights + engine.runtime + buckets
+    if config.offloads_train and config.save is not None:
+        # The trainer comes back between two rollouts, when the engines have their new weights already.
+        awake = engine.weights + engine.runtime if config.offloads_rollout else engine.total
+        moments["saving"] = state - trainer.gradients + trainer.runtime + awake
     return moments
 
 
@@ -164,17 +174,17 @@ def _step_time(config: Config, card: Card, workload: Workload, trainer: TrainerM
     if config.loss_type == "policy_loss":
         recomputed = config.steps_per_rollout > 1 or config.use_tis or config.kl_coef != 0
         passes = int(recomputed and not config.use_rollout_logprobs) + int(needs_reference(config))
-    critic = 0.0
+    critic, train = 0.0, train_seconds(config, card, workload)
     if config.uses_critic:
-        values = Config(**{**config.__dict__, "lora_rank": None})
-        critic = forward_seconds(values, card, workload, logits=False)
+        values = replace(config.of_critic_apart() if config.critic_apart else config, lora_rank=None)
         trained = train_seconds(values, card, workload, logits=False)
-        # Apart, it trains while the actor does.
-        critic += 0.0 if config.critic_apart else trained
+        if config.critic_apart:  # it trains while the actor does
+            trained = max(0.0, trained - train)
+        critic = forward_seconds(values, card, workload, logits=False) + trained
     return StepTime(
         generate=generate_seconds(config, card, workload),
         log_probs=passes * forward_seconds(config, card, workload) if passes else 0.0,
-        train=train_seconds(config, card, workload),
+        train=train,
         critic=critic,
         sync=sync_seconds(config, card),
         offload=offload_seconds(config, card, trainer),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from slime_retool.planning.changes import Change
+from slime_retool.planning.changes import MOST_CHANGES, Change
 from slime_retool.planning.memory import GIB
 from slime_retool.planning.plan import Plan
 
@@ -56,7 +56,8 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
     if plan.fits and changes:
         lines += ["", "what would make it faster, by this plan (each line with those above)"]
     if not plan.fits:
-        lines += ["", "what would make it fit" if changes else "no change of the layout makes it fit: take larger GPUs"]
+        none = f"no {MOST_CHANGES} changes of these flags make it fit: take larger GPUs, or start from parallel sizes"
+        lines += ["", "what would make it fit" if changes else none]
     for change in changes:
         seconds = f"{change.seconds:.0f}" if change.seconds >= 100 else f"{change.seconds:.1f}"
         lines.append(f"  {change.flags}   ({change.resident / GIB:.1f} GiB, {seconds} s a rollout, {change.gpus} GPUs)")

@@ -137,8 +137,11 @@ class TrainerMemory:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Inside, everything is on the device; afterwards where it was."""
-        parts = (self._weights, self._grads, self._state)
+        """Inside, all that a checkpoint holds is on the device; afterwards where it was.
+
+        Gradients stay away: they are no part of it, and the engines have their weights on the card at that moment.
+        """
+        parts = (self._weights, self._state)
         away = [part for part in parts if part.is_away]
         try:
             for part in away:

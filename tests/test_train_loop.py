@@ -1,0 +1,90 @@
+"""The training loop's own decisions, with stand-ins for what it drives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bridge import convert
+from slime_retool.config import Config
+from slime_retool.engine.process import ServerError
+from slime_retool.errors import DataError, RolloutError
+from slime_retool.observe.metrics import Metrics
+from slime_retool.train import Loop
+from slime_retool.types import RolloutBatch, TrainSample
+
+
+class Parts:
+    """Stands for `Cluster` and `RolloutManager`: nothing is started, and one engine may have died."""
+
+    def __init__(self, *, first: int = 0, error: Exception | None = None, died: bool = False) -> None:
+        self.first, self.error, self.died = first, error, died
+
+    def check(self) -> None:
+        if self.died:
+            raise ServerError("SGLang engine 1 has died")
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        if self.error is not None:
+            raise self.error
+        return RolloutBatch([TrainSample(tokens=[1, 2], loss_mask=[0, 1])])
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        self.generate(rollout_id)
+        return {}
+
+    def start_trainers(self) -> tuple[int, dict[str, Any]]:
+        return self.first, {}
+
+    def start_engines(self) -> list[str]:
+        return []
+
+    def update_weights(self) -> int:
+        return 1
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        return {}
+
+    def nothing(self, *_: object) -> dict[str, float]:
+        return {}
+
+    launch_engines = start_router = connect = connect_engines = engine_memory = nothing
+    begin_training = begin_update = begin_generation = save = state_dict = nothing
+
+
+def loop(tmp_path: Path, parts: Parts, **values: Any) -> Loop:
+    folders = {"save": str(tmp_path / "new"), "load": str(tmp_path / "old"), "save_hf": str(tmp_path / "hf")}
+    config = Config(hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, num_rollout=2, **folders)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return Loop(config, parts, parts, Metrics(config))
+
+
+@pytest.mark.parametrize("when", [{"eval_interval": 1}, {}], ids=["evaluation", "rollout"])
+@pytest.mark.parametrize("error", [RolloutError("no sample"), DataError("too few groups")])
+def test_an_engine_that_died_is_named_where_its_samples_failed(when: dict, error: Exception, tmp_path: Path):
+    with pytest.raises(ServerError, match="engine 1 has died"):
+        loop(tmp_path, Parts(error=error, died=True), debug_rollout_only=True, **when).run()
+    with pytest.raises(type(error), match=str(error)):
+        loop(tmp_path, Parts(error=error), debug_rollout_only=True, **when).run()
+
+
+@pytest.mark.parametrize(
+    ("first", "values", "source"),
+    [
+        (0, {}, "new"),
+        (1, {}, "new"),
+        (2, {}, "old"),
+        (0, {"num_rollout": 0}, None),
+        (0, {"debug_rollout_only": True}, None),
+        (0, {"debug_rollout_only": True, "save": None}, None),
+    ],
+    ids=["trained", "resumed", "nothing left to do", "nothing to do", "nothing trained", "nothing saved"],
+)
+def test_the_exported_checkpoint_is_the_last_one_there_is(first, values, source, tmp_path: Path, monkeypatch):
+    exported = []
+    monkeypatch.setattr(convert, "convert_torch_dist_to_hf", lambda source, *_, **__: exported.append(source))
+    loop(tmp_path, Parts(first=first), **values).run()
+    assert exported == ([] if source is None else [str(tmp_path / source)])
