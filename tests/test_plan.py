@@ -400,7 +400,7 @@ WRONG = {
     "--micro-batch-size 0": "--micro-batch-size must be at least 1",
     "--global-batch-size 100": "256 samples must be a multiple of --global-batch-size 100",
     "--n-samples-per-prompt 0": "--n-samples-per-prompt must be at least 1",
-    "--mean-prompt -5": "--mean-prompt must be at least 0",
+    "--mean-prompt -5": "--mean-prompt must be at least 1",
     "--mean-response 0": "--mean-response must be at least 1",
     "--keep-logits-gib nan": "--keep-logits-gib must be at least 0",
     "--recompute-granularity full": "needs --recompute-method and --recompute-num-layers",

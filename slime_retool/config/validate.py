@@ -33,8 +33,13 @@ def validate(config: Config) -> None:
     _check_model(config)
     check_parallel(config)
     _check_data(config)
+    require(
+        (config.num_rollout is None) != (config.num_epoch is None),
+        f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
+    )
     check_batches(config)
-    _check_limits(config)
+    check_limits(config)
+    require_writable(config.output_dir, "--output-dir")
     check_algorithm(config)
     _check_checkpoints(config)
     _check_lora(config)
@@ -58,7 +63,8 @@ def validate_evaluation(config: Config) -> None:
             config.eval_endpoint_concurrency >= 1,
             f"--eval-endpoint-concurrency must be at least 1, got {config.eval_endpoint_concurrency}",
         )
-        _check_limits(config)
+        check_limits(config)
+        require_writable(config.output_dir, "--output-dir")
         _check_hooks(config)
 
 
@@ -144,12 +150,8 @@ def check_batches(config: Config) -> None:
     )
 
 
-def _check_limits(config: Config) -> None:
-    """Values that are one number with a least one, and where output goes: what an evaluation has as well."""
-    require(
-        (config.num_rollout is None) != (config.num_epoch is None),
-        f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
-    )
+def check_limits(config: Config) -> None:
+    """Values that are one number with a least one: what an evaluation has as well. ConfigError for one below it."""
     for flag, value in (
         ("--num-epoch", config.num_epoch),
         ("--max-sampling-rounds", config.max_sampling_rounds),
@@ -186,7 +188,6 @@ def _check_limits(config: Config) -> None:
         url is None or url.startswith(("http://", "https://")),
         f"--sandbox-url must start with http:// or https://, got {url}",
     )
-    require_writable(config.output_dir, "--output-dir")
 
 
 def _check_checkpoints(config: Config) -> None:

@@ -11,6 +11,7 @@ from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs, check_model
 from slime_retool.config.config import Config, build_parser, config_from_namespace
 from slime_retool.config.require import require
+from slime_retool.config.validate import check_limits
 from slime_retool.planning.cards import CARDS
 from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.planning.plan import make_plan
@@ -67,4 +68,5 @@ def _complete(config: Config) -> None:
     elif given == ModelArgs():
         raise ValueError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
     check_model(config)
+    check_limits(config)
     require(not config.debug_rollout_only, "--debug-rollout-only trains nothing: a plan is of the run without it")
