@@ -6,6 +6,8 @@ Built on torch.distributed.checkpoint's file format, which is what `megatron.cor
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import math
 import os
@@ -187,6 +189,8 @@ class TorchDistReader:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.metadata: Metadata = FileSystemReader(self.directory).read_metadata()
+        self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+        """Of each key that was read, the chunks by the numbers of the parameters that they hold something of."""
 
     def find(self, name: str) -> tuple[TensorStorageMetadata, Place]:
         """Metadata and place of a parameter. ValueError when the checkpoint lacks it."""
@@ -233,7 +237,8 @@ class TorchDistReader:
         shape = stored.size[len(place.index) :]
         offsets, sizes = (*place.index, *[0] * len(shape)), (*[1] * len(place.index), *shape)
         wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        items = create_read_items_for_chunk_list(place.key, stored, [wanted])
+        own = dataclasses.replace(stored, chunks=self._chunks_at(place, stored))
+        items = create_read_items_for_chunk_list(place.key, own, [wanted])
         found = sum(math.prod(item.lengths) for item in items)
         if found != math.prod(sizes):
             raise ValueError(f"{self.directory}: {name} is incomplete ({found} of {math.prod(sizes)} values)")
@@ -243,6 +248,19 @@ class TorchDistReader:
         for item in items:
             target[_slices(item.dest_offsets, item.lengths)] = self._read_item(item)
         return target.reshape(shape)
+
+    def _chunks_at(self, place: Place, stored: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
+        """The chunks with something of one parameter.
+
+        Torch looks through all chunks that it is given, which of a stack of 12,000 experts would take it 0.03 s each.
+        """
+        if place.key not in self._chunks:
+            chunks = self._chunks[place.key] = {}
+            for chunk in stored.chunks:
+                ranges = [range(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+                for index in itertools.product(*ranges[: len(place.index)]):
+                    chunks.setdefault(index, []).append(chunk)
+        return self._chunks[place.key].get(place.index, [])
 
     def _read_item(self, item: ReadItem) -> Tensor:
         """The part of one stored tensor that the item asks for."""

@@ -14,6 +14,7 @@ from bridge_models import KINDS, save_tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from megatron_bridge import torch_dist_io
 from megatron_bridge.checkpoint import latest_iteration, resolve_checkpoint_dir
 from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 from megatron_bridge.flags import to_flags
@@ -69,6 +70,23 @@ def test_a_converted_checkpoint_is_laid_out_as_megatron_does(bf16_checkpoints, t
     embedding = reader.read("embedding.word_embeddings.weight")
     assert embedding.shape == (128, 32) and not embedding[101:].any()
     assert torch.equal(embedding[:101], hf["model.embed_tokens.weight"])
+
+
+def test_an_expert_is_found_without_a_look_at_all_others(bf16_checkpoints, tmp_path, monkeypatch):
+    """Torch goes through every chunk that it is given: for a stack of n experts that would be n^2 in all."""
+    source = bf16_checkpoints["qwen3_moe"]
+    model = model_args_from_hf(read_hf_config(source))
+    reader = TorchDistReader(convert_hf_to_torch_dist(model, source, tmp_path / "td", progress=False))
+    given: list[int] = []
+    search = torch_dist_io.create_read_items_for_chunk_list
+    monkeypatch.setattr(
+        torch_dist_io,
+        "create_read_items_for_chunk_list",
+        lambda key, stored, wanted: given.append(len(stored.chunks)) or search(key, stored, wanted),
+    )
+    for name in megatron_names(model):
+        reader.read(name)
+    assert len(given) == len(megatron_names(model)) and set(given) == {1}
 
 
 @pytest.mark.parametrize("kind", KINDS)
