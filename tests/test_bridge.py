@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_bridge import torch_dist_io
 from megatron_bridge.checkpoint import latest_iteration, resolve_checkpoint_dir
-from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
+from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf, replace_directory
 from megatron_bridge.flags import to_flags
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.layout import from_hf, megatron_shape, merge_tp, split_tp, to_hf
@@ -311,6 +311,27 @@ def test_an_existing_output_is_only_replaced_when_forced(bf16_checkpoints, tmp_p
     convert_hf_to_torch_dist(model, source, out, force=True, progress=False)
     assert sorted(path.name for path in out.iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
     assert [path.name for path in tmp_path.iterdir()] == ["td"]
+
+
+@pytest.mark.parametrize("occupied", [False, True])
+def test_an_output_may_be_a_link_to_a_folder_elsewhere(occupied, tmp_path):
+    disk = tmp_path / "disk"
+    (disk / "out").mkdir(parents=True)
+    if occupied:
+        (disk / "out" / "old").write_text("x")
+    (tmp_path / "out").symlink_to(disk / "out")
+    with replace_directory(tmp_path / "out", force=occupied) as part:
+        assert part.parent == disk  # where there is room for it
+        (part / "new").write_text("y")
+    assert (tmp_path / "out").is_symlink() and [path.name for path in (disk / "out").iterdir()] == ["new"]
+    assert [path.name for path in disk.iterdir()] == ["out"]
+
+
+def test_a_mount_point_is_refused_before_the_work_is_done(tmp_path, monkeypatch):
+    """As in a container with a volume at the output: renaming onto it fails, at the end of a conversion."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(ValueError, match="mount point"), replace_directory(tmp_path, force=False):
+        raise AssertionError("begun")
 
 
 def test_a_failed_conversion_leaves_nothing_behind(bf16_checkpoints, tmp_path):

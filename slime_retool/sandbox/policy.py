@@ -129,3 +129,10 @@ class Result:
     """Of a process that ended without raising, by `os._exit`; None otherwise."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents of the `fetch_files` that exist, after a call that ended by itself."""
+
+    def __post_init__(self) -> None:
+        # An exception's text and a `repr` come as JSON, which can hold half of a surrogate pair.
+        for name in ("stdout", "stderr", "result", "error"):
+            text = self.__getattribute__(name)
+            if text is not None and not text.isascii():
+                object.__setattr__(self, name, text.encode("utf-8", "backslashreplace").decode())
