@@ -10,12 +10,14 @@ import json
 import statistics
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from dist_utils import run_distributed
 from trainer_utils import VOCAB_SIZE, gradients, make_trainer, random_samples, sharpen, tiny_config, weights
 
+from slime_retool.trainer import checkpoint
 from slime_retool.types import RolloutBatch, TrainSample
 
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.02}
@@ -87,6 +89,8 @@ def _one_process(rank: int, world_size: int, root: str) -> dict[str, Any]:
     out["no_learned_token"] = _measure(rank, world_size, _rl_config(root, True), nothing)
     out["adam"] = _adam(rank, world_size, root)
     out["resume"] = _resume(rank, world_size, root)
+    out["skipped"] = _skipped(rank, world_size, root)
+    out["killed"] = _killed(rank, world_size, root)
     out["errors"] = _errors(rank, world_size, root)
     out["steps"] = _measure(
         rank, world_size, _rl_config(root, True, use_rollout_logprobs=False, global_batch_size=2), rollouts=2
@@ -155,6 +159,54 @@ def _resume(rank: int, world_size: int, root: str) -> dict[str, Any]:
     result["saved_again"] = sorted(p.name for p in Path(folder).iterdir())
     trainer.shutdown()
     return result
+
+
+def _skipped(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """One step whose gradient is not finite, a save, a new trainer, and a good step in both."""
+    config = _rl_config(root, True, load=f"{root}/skipped", save=f"{root}/skipped", loss_type="sft_loss")
+    trainer = make_trainer(rank, world_size, config)
+    trainer.load()
+    loss = trainer.actor.loss
+
+    def broken(batch: Any, output: Any) -> Any:
+        result = loss(batch, output)
+        return dataclasses.replace(result, loss=result.loss * float("nan"))
+
+    trainer.actor.loss = broken
+    skipped = trainer.train(RolloutBatch(random_samples()), 0)["train/skipped_steps"]
+    trainer.save(0, {})
+    trainer.actor.loss = loss
+    trainer.train(RolloutBatch(random_samples()), 1)
+    straight = weights(trainer)
+    trainer.shutdown()
+    trainer = make_trainer(rank, world_size, config)
+    next_rollout, _ = trainer.load()
+    trainer.train(RolloutBatch(random_samples()), next_rollout)
+    result = {"skipped": skipped, "next": next_rollout, "straight": straight, "resumed": weights(trainer)}
+    trainer.shutdown()
+    return result
+
+
+def _killed(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """A second run into the folder of a first is killed while it deletes what it replaces."""
+    config = _rl_config(root, True, load=f"{root}/killed", save=f"{root}/killed")
+    trainer = make_trainer(rank, world_size, config)
+    trainer.load()
+    trainer.save(4, {"run": 1})
+
+    def killed(path: Path, **_: Any) -> None:
+        if Path(path).exists():
+            (Path(path) / ".metadata").unlink()
+            raise KeyboardInterrupt
+
+    with mock.patch.object(checkpoint.shutil, "rmtree", killed), pytest.raises(KeyboardInterrupt):
+        trainer.save(4, {"run": 2})
+    trainer.shutdown()
+    trainer = make_trainer(rank, world_size, config)
+    found = trainer.load()
+    trainer.save(5, {})
+    trainer.shutdown()
+    return {"found": found, "left": sorted(path.name for path in Path(f"{root}/killed").iterdir())}
 
 
 def _errors(rank: int, world_size: int, root: str) -> dict[str, str]:
@@ -369,6 +421,18 @@ def test_resumed_run_is_bit_equal_to_one_never_stopped(
 
 def test_a_broken_save_is_replaced_and_nothing_is_left_over(one: dict[str, Any]) -> None:
     assert one["resume"]["saved_again"] == ["iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_save_that_is_killed_while_it_deletes_leaves_a_whole_checkpoint(one: dict[str, Any]) -> None:
+    assert one["killed"]["found"] == (5, {"run": 2})
+    assert one["killed"]["left"] == ["iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_run_whose_steps_were_all_skipped_resumes(one: dict[str, Any]) -> None:
+    """Adam has no state then, although the schedule has moved on."""
+    result = one["skipped"]
+    assert (result["skipped"], result["next"]) == (1.0, 1)
+    assert all(torch.equal(result["resumed"][name], value) for name, value in result["straight"].items())
 
 
 def test_extra_state_lies_in_the_checkpoint_as_json(one: dict[str, Any], root: str) -> None:
