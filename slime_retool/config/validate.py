@@ -19,6 +19,7 @@ from slime_retool.config.engines import check_engines
 from slime_retool.config.groups import LoraArgs
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.require import require, require_file, require_folder
+from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
 
@@ -232,6 +233,7 @@ def _check_optimizer(config: Config) -> None:
     )
     for flag, value in (("--adam-beta1", config.adam_beta1), ("--adam-beta2", config.adam_beta2)):
         require(0 <= value < 1, f"{flag} must be in [0, 1), got {value}")
+    check_schedule(config)
     require(config.clip_grad >= 0, f"--clip-grad must be at least 0, got {config.clip_grad}")
 
 

@@ -61,6 +61,7 @@ def critic_config(config: Config) -> Config:
         min_lr=min(config.min_lr, lr),
         lr_warmup_iters=config.critic_lr_warmup_iters,
         lr_warmup_fraction=None,
+        num_critic_only_steps=0,
         load=config.critic_load,
         save=config.critic_save,
         untie_embeddings_and_output_weights=True,
