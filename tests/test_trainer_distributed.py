@@ -85,6 +85,8 @@ def _one_process(rank: int, world_size: int, root: str) -> dict[str, Any]:
     out["reversed"] = _measure(rank, world_size, _rl_config(root, True), shuffled)
     out["per_token"] = _measure(rank, world_size, _rl_config(root, True, calculate_per_token_loss=True))
     out["two_samples"] = _measure(rank, world_size, _rl_config(root, True), random_samples(2, seed=5)[:1])
+    constant = _rl_config(root, True, loss_constant_length=1000)
+    out["constant_length"] = _measure(rank, world_size, constant)
     nothing = [dataclasses.replace(s, loss_mask=[0] * s.length) for s in random_samples()]
     out["no_learned_token"] = _measure(rank, world_size, _rl_config(root, True), nothing)
     out["adam"] = _adam(rank, world_size, root)
@@ -379,6 +381,18 @@ def test_per_token_mean_weights_samples_by_their_learned_tokens(one: dict[str, A
     metrics = [one[name]["metrics"][0] for name in ("per_token", "tied/dp1")]
     assert metrics[0]["train/logprob_abs_diff"] == pytest.approx(metrics[1]["train/logprob_abs_diff"], abs=1e-6)
     assert abs(metrics[0]["train/loss"] - metrics[1]["train/loss"]) > 1e-3
+
+
+def test_a_constant_length_scales_the_loss_and_no_mean_over_tokens(one: dict[str, Any]) -> None:
+    """All tokens weigh the same, as in the token mean, but their weights are 1 / (1000 samples) each."""
+    got, want = one["constant_length"]["metrics"][0], one["per_token"]["metrics"][0]
+    samples = random_samples()
+    scale = sum(s.num_loss_tokens for s in samples) / (1000 * sum(s.num_loss_tokens > 0 for s in samples))
+    assert want["train/clip_fraction"] > 0.1
+    for name in ("clip_fraction", "ppo_kl", "entropy"):
+        assert got[f"train/{name}"] == pytest.approx(want[f"train/{name}"], rel=1e-5), name
+    for name in ("loss", "pg_loss", "kl_loss"):
+        assert got[f"train/{name}"] == pytest.approx(scale * want[f"train/{name}"], rel=1e-4), name
 
 
 def test_a_batch_without_learned_tokens_has_loss_zero_and_no_gradient(one: dict[str, Any]) -> None:

@@ -73,6 +73,7 @@ class Critic(ModelRole):
     """The value model; outputs are values [1, T, 1] in fp32."""
 
     metric_names = ("loss", "value_loss", "value_clip_fraction")
+    mean_names = ("value_clip_fraction",)
 
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
         """`config` is the run's, not `critic_config`'s."""

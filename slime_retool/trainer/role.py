@@ -58,6 +58,8 @@ class ModelRole(ABC):
 
     metric_names: tuple[str, ...]
     """Of the metrics that `loss` reports, `loss` itself first."""
+    mean_names: tuple[str, ...]
+    """Of those, the ones that are means over tokens rather than parts of the loss."""
 
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
         """Build everything, with random weights. Raises ConfigError for sizes that cannot be built."""
@@ -236,6 +238,11 @@ class ModelRole(ABC):
         norm, updated = optimizer_step(self.optimizer, self.scheduler, self.config.clip_grad)
         self._has_stepped |= updated
         metrics = dict(zip(self.metric_names, total.tolist(), strict=True))
+        # With --loss-constant-length the weights do not add up to 1.
+        tokens = slice(*(int(batch.lengths[:end].sum()) for end in (samples.start, samples.stop)))
+        total_weight = float(data.weights[tokens].double().sum())
+        for name in self.mean_names:
+            metrics[name] /= total_weight or 1.0
         metrics |= {"grad_norm": norm, "lr": lr, "skipped_steps": float(not updated)}
         per_token = self._everywhere(parts, batch.num_tokens) if with_per_token else None
         return StepResult(metrics, len(micro_batches), per_token)
