@@ -348,6 +348,16 @@ def test_a_failed_conversion_leaves_nothing_behind(bf16_checkpoints, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_a_damaged_index_is_named(content, bf16_checkpoints, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text((bf16_checkpoints["llama"] / "config.json").read_text())
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(content)
+    model = model_args_from_hf(read_hf_config(tmp_path / "hf"))
+    with pytest.raises(ValueError, match="model.safetensors.index.json is damaged"):
+        convert_hf_to_torch_dist(model, tmp_path / "hf", tmp_path / "td", progress=False)
+
+
 def test_a_tied_checkpoint_may_hold_its_head_if_it_equals_the_embedding(bf16_checkpoints, tmp_path):
     source = tmp_path / "hf"
     source.mkdir()
