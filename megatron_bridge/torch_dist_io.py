@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -181,14 +182,18 @@ def _no_checksums() -> Iterator[None]:
 
 
 class TorchDistReader:
-    """Reads full parameters out of a checkpoint directory, whatever layout wrote it.
+    """Reads full parameters out of a checkpoint directory, whatever layout wrote it. ValueError for a damaged one.
 
     Handles stacked layers and, for checkpoints saved with Megatron's `non_homogeneous_layers`, one key per layer.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.metadata: Metadata = FileSystemReader(self.directory).read_metadata()
+        try:
+            self.metadata: Metadata = FileSystemReader(self.directory).read_metadata()
+        except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError) as error:
+            path = self.directory / ".metadata"
+            raise ValueError(f"{path} is damaged or incomplete: copy the checkpoint again ({error})") from None
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         """Of each key that was read, the chunks by the numbers of the parameters that they hold something of."""
 
@@ -270,9 +275,9 @@ class TorchDistReader:
             raise ValueError(f"{path} was written with {info.transform_descriptors}: save it without extensions")
         try:
             archive = read_tensor(path, info.offset, torch.uint8, (info.length,))
-        except EOFError as error:
+            return load_archive(archive)[_slices(item.storage_offsets, item.lengths)]
+        except (EOFError, ValueError) as error:
             raise ValueError(f"{path} is incomplete: copy it again ({error})") from None
-        return load_archive(archive)[_slices(item.storage_offsets, item.lengths)]
 
 
 def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:

@@ -358,6 +358,18 @@ def test_a_damaged_index_is_named(content, bf16_checkpoints, tmp_path):
         convert_hf_to_torch_dist(model, tmp_path / "hf", tmp_path / "td", progress=False)
 
 
+@pytest.mark.parametrize(("file", "keep"), [(".metadata", 0), (".metadata", 100), ("__0_0.distcp", 0)])
+def test_a_damaged_torch_dist_checkpoint_is_named(file, keep, bf16_checkpoints, tmp_path):
+    """As what an interrupted copy leaves: files of their full length whose end is zeros."""
+    source = bf16_checkpoints["llama"]
+    model = model_args_from_hf(read_hf_config(source))
+    path = convert_hf_to_torch_dist(model, source, tmp_path / "td", progress=False) / file
+    content = path.read_bytes()
+    path.write_bytes(content[:keep] + bytes(len(content) - keep))
+    with pytest.raises(ValueError, match=f"{file} is (incomplete|damaged)"):
+        convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", source, progress=False)
+
+
 def test_a_tied_checkpoint_may_hold_its_head_if_it_equals_the_embedding(bf16_checkpoints, tmp_path):
     source = tmp_path / "hf"
     source.mkdir()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "pairs": {"use_dynamic_batch_size": False, "micro_batch_size": 2},
     "all_in_one": {"max_tokens_per_gpu": 1000},
 }
+DAMAGED = [("no common.pt", "common.pt", None)] + [
+    (f"{what} {file}", file, size)
+    for file in (".metadata", "common.pt", "rng.pt", "trainer_state.json")
+    for what, size in (("empty", 0), ("half of", 60))
+]
 METRICS = ("loss", "pg_loss", "clip_fraction", "ppo_kl", "kl_loss", "entropy", "logprob_abs_diff", "grad_norm")
 
 
@@ -227,6 +233,12 @@ def _errors(rank: int, world_size: int, root: str) -> dict[str, str]:
         "untied": dataclasses.replace(_rl_config(root, True), untie_embeddings_and_output_weights=True),
         "vocabulary": _rl_config(root, True, vocab_size=500),
     }
+    for name, file, size in DAMAGED:
+        copy = Path(root) / name
+        shutil.copytree(f"{root}/tied", copy)
+        path = copy / "iter_0000002" / file
+        path.unlink() if size is None else path.write_bytes(path.read_bytes()[:size])
+        cases[name] = _rl_config(root, True, load=str(copy))
     messages = {}
     for name, config in cases.items():
         trainer = make_trainer(rank, world_size, config)
@@ -473,6 +485,7 @@ def test_optimizer_state_moves_to_another_layout(one: dict[str, Any], two: list[
         ("deeper", "CheckpointError: "),
         ("untied", "CheckpointError: "),
         ("vocabulary", "CheckpointError: "),
+        *((name, "CheckpointError: .*iter_0000002") for name, _, _ in DAMAGED),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(one: dict[str, Any], case: str, words: str) -> None:

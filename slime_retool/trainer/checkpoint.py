@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -147,7 +148,7 @@ def load(
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
     if (directory / RNG_FILE).is_file():
-        torch.set_rng_state(torch.load(directory / RNG_FILE, weights_only=True))
+        torch.set_rng_state(_loading(directory, lambda: torch.load(directory / RNG_FILE, weights_only=True)))
     return state
 
 
@@ -202,8 +203,9 @@ def _directory(root: str) -> Path:
         directory = resolve_checkpoint_dir(root)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    if not (directory / "metadata.json").is_file():
-        raise CheckpointError(f"{directory} has no metadata.json: the checkpoint is incomplete; use another")
+    for name in ("metadata.json", "common.pt"):
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{directory} has no {name}: the checkpoint is incomplete; use another")
     return directory
 
 
@@ -224,7 +226,10 @@ def _loading(directory: Path, read: Callable[[], T]) -> T:
 
     try:
         return read()
-    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, OSError) as error:
+    except (
+        CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, OSError, EOFError,
+        pickle.UnpicklingError,
+    ) as error:  # fmt: skip
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
             f"{directory} cannot be loaded: it is incomplete or of another model ({reason[-1]}); "
