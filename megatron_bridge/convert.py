@@ -134,11 +134,14 @@ def convert_torch_dist_to_hf(
 def replace_directory(path: str | Path, *, force: bool) -> Iterator[Path]:
     """A temporary sibling directory that becomes `path` when the block succeeds, and is removed when it fails.
 
-    Raises ValueError when `path` is there and not empty, unless `force` (it is then replaced, at the very end).
+    A link is followed. Raises ValueError when `path` is there and not empty, unless `force` (it is then replaced, at
+    the very end), and for a mount point, which nothing can replace.
     """
-    target = Path(path).absolute()
+    target = Path(path).resolve()
     if target.exists() and not target.is_dir():
         raise ValueError(f"{path} is a file: give a directory")
+    if target.is_mount():
+        raise ValueError(f"{path} is a mount point, which a finished directory cannot replace: give a folder inside it")
     occupied = target.is_dir() and any(target.iterdir())
     if occupied and not force:
         raise ValueError(f"{path} is not empty: choose another directory, or pass --force to replace it")

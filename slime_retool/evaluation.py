@@ -97,7 +97,7 @@ def _from_endpoint(config: Config) -> dict[str, float]:
 
 
 def table(config: Config, figures: dict[str, float]) -> str:
-    """One line per set."""
+    """One line per set. Where outages left some problem with fewer than n samples, a cell names the k it is for."""
     n = config.n_samples_per_eval_prompt
     columns = [
         "set",
@@ -115,12 +115,13 @@ def table(config: Config, figures: dict[str, float]) -> str:
     for name, _ in config.eval_sets:
         core, aux, plain = f"val-core/{name}", f"val-aux/{name}", f"eval/{name}"
         k = next((k for k in reversed(powers_up_to(n)) if f"{aux}/acc/pass@{k}" in figures), None)
+        of_fewer = "" if k in (None, n) else f" (k={k})"
         rows.append([
             name,
             _percent(figures[f"{core}/acc/mean@{n}"]),
             f"{_percent(figures[f'{aux}/acc/mean@{n}/low'])} to {_percent(figures[f'{aux}/acc/mean@{n}/high'])}",
-            _percent(figures.get(f"{aux}/acc/pass@{k}")),
-            _percent(figures.get(f"{aux}/acc/maj@{k}")),
+            _percent(figures.get(f"{aux}/acc/pass@{k}")) + of_fewer,
+            _percent(figures.get(f"{aux}/acc/maj@{k}")) + of_fewer,
             f"{figures[f'{aux}/num_turns/mean']:.1f}",
             f"{figures[f'{plain}/response_length']:.0f}",
             _percent(figures[f"{plain}/tool_call_rate"]),

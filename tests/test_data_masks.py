@@ -132,6 +132,11 @@ def test_smollm2_supervises_code_and_prose_and_no_interpreter_block(messages):
     assert hidden.partition("<|im_start|>user")[2].count("\n<interpreter>\n") == len(outputs)
 
 
+def _calling(arguments, name="code_interpreter"):
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 @functools.cache
 def _retool() -> ConversationTokenizer:
     return ConversationTokenizer("retool", byte_tokenizer(SMOLLM2))
@@ -159,6 +164,10 @@ def test_smollm2_masks_plain_conversations_also_with_tool_turns():
         ([user("q"), assistant("x"), assistant("y")], "must be the last one"),
         ([user("q"), assistant("x", "```\n</code>"), tool("1"), assistant("y")], "cannot be written"),
         ([user("q"), assistant("x<|im_end|>")], "which ends a turn"),
+        ([user("q"), _calling({}), tool("1"), assistant("y")], "text as 'code' and nothing else"),
+        ([user("q"), _calling({"code": "1", "n": 2}), tool("1"), assistant("y")], "text as 'code' and nothing else"),
+        ([user("q"), _calling({"code": 1}), tool("1"), assistant("y")], "text as 'code' and nothing else"),
+        ([user("q"), _calling({"query": "1"}, "search"), tool("1"), assistant("y")], "a call of 'search'"),
     ],
 )
 def test_the_retool_format_refuses_what_it_cannot_hold(messages, words):

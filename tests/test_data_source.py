@@ -71,7 +71,10 @@ def test_a_null_that_json_lines_state_is_kept(tmp_path):
 
 
 def test_a_bad_line_is_named_by_file_and_number(tmp_path):
-    for number, text in ((2, b'{"a": 1}\n{"a": \n'), (3, b'{"a": 1}\n\n[1]\n'), (1, b'{"a": "\xff"}\n')):
+    half_an_emoji = b'{"a": "\\ud83d\\ude00"}\n{"a": "\\ud83d"}\n'
+    for number, text in (
+        (2, b'{"a": 1}\n{"a": \n'), (3, b'{"a": 1}\n\n[1]\n'), (1, b'{"a": "\xff"}\n'), (2, half_an_emoji),
+    ):  # fmt: skip
         (tmp_path / "bad.jsonl").write_bytes(text)
         with pytest.raises(DataError, match=rf"bad.jsonl, line {number}"):
             read_rows(tmp_path / "bad.jsonl")
@@ -105,6 +108,13 @@ def test_both_spellings_of_arguments_and_json_text_become_one_form():
     for calls in ([call], [as_text], json.dumps([as_text]), [{"name": "f", "arguments": {"code": "1"}}]):
         message = {"role": "assistant", "content": None, "tool_calls": calls}
         assert parse_messages([message], "m") == [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def test_half_of_a_surrogate_pair_in_json_text_is_refused_and_a_whole_one_is_read():
+    text = '[{"role": "user", "content": "%s"}]'
+    assert parse_messages(text % "\\ud83d\\ude00", "m")[0]["content"] == "\U0001f600"
+    with pytest.raises(DataError, match="m must be .* surrogates not allowed"):
+        parse_messages(text % "\\ud83d", "m")
 
 
 def test_tools_may_be_a_list_or_json_text():
@@ -240,6 +250,14 @@ def test_a_position_is_refused_when_the_data_or_its_order_changed(tmp_path):
     for count, flags, key in ((9, ["--rollout-shuffle"], "num_rows"), (10, [], "rollout_shuffle")):
         with pytest.raises(ConfigError, match=f"taken with {key}"):
             source(tmp_path, count, *flags).load_state_dict(state)
+
+
+def test_a_row_that_the_template_refuses_is_named_by_the_length_filter(tmp_path):
+    template = "{% if messages[0].content == 'bad' %}{{ raise_exception('no such word') }}{% endif %}x"
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": text}]} for text in ("ok", "bad")])
+    config = parse_config(["--prompt-data", file, "--rollout-max-prompt-len", "9"])
+    with pytest.raises(DataError, match=r"p.jsonl, row 2: the chat template refuses .* no such word"):
+        PromptDataSource(config, byte_tokenizer(template))
 
 
 def test_the_length_filter_counts_tokens_and_without_a_limit_drops_nothing(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from rollout_hooks import scripted_context
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError, EngineError
 from slime_retool.evaluation import main as eval_main
+from slime_retool.evaluation import table
 from slime_retool.observe.statistics import majority_at_k, pass_at_k
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import use_context
@@ -65,6 +67,16 @@ def test_problems_count_alike_whatever_outages_took_from_them():
     assert "val-aux/s/acc/pass@2" not in figures
 
 
+def test_the_table_does_not_call_a_figure_of_fewer_samples_by_the_whole_number():
+    samples = [scored(0, i, "1", i == 0) for i in range(4)]
+    config = Config(n_samples_per_eval_prompt=4, eval_prompt_data=["s", "s.jsonl"])
+    whole = table(config, set_figures("s", samples, 4, "score"))
+    samples[3].status = SampleStatus.FAILED
+    cut = table(config, set_figures("s", samples, 4, "score"))
+    assert "pass@4" in whole and "100.0 %" in whole and "k=" not in whole
+    assert "66.7 % (k=2)" in cut
+
+
 def make_config(tmp_path: Any, **fields: Any) -> Config:
     return Config(
         output_dir=str(tmp_path), no_progress=True, n_samples_per_eval_prompt=2, rollout_max_response_len=16,
@@ -96,10 +108,36 @@ async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
     context = scripted_context(make_config(tmp_path), lambda text, _: text)
     async with use_context(context):
         await evaluate(context, sets, resume=True)
-    other = scripted_context(make_config(tmp_path, eval_temperature=0.3), lambda text, _: text)
-    with pytest.raises(ConfigError, match="samples of another evaluation .sampling was .* new --output-dir"):
-        async with use_context(other):
-            await evaluate(other, sets, resume=True)
+    others = [
+        ({"eval_temperature": 0.3}, sets, "sampling"),
+        ({"rm_type": "math_verify"}, sets, "scoring"),
+        ({"rollout_max_context_len": 8}, sets, "context_len"),
+        ({}, {"one": [Sample(prompt="cd")]}, "data"),
+        ({}, {"one": [Sample(prompt="ab", label="5")]}, "data"),
+    ]
+    for fields, other_sets, changed in others:
+        other = scripted_context(make_config(tmp_path, **fields), lambda text, _: text)
+        with pytest.raises(ConfigError, match=f"samples of another evaluation .{changed} was .* new --output-dir"):
+            async with use_context(other):
+                await evaluate(other, other_sets, resume=True)
+
+
+async def test_sets_whose_names_differ_in_a_sign_have_files_of_their_own(tmp_path):
+    context = scripted_context(make_config(tmp_path), lambda text, _: text)
+    async with use_context(context):
+        await evaluate(context, {"a/b": [Sample(prompt="ab")], "a_b": [Sample(prompt="cd")]})
+    files = [path.read_text().splitlines() for path in (tmp_path / "eval").glob("*.jsonl")]
+    assert [{json.loads(line)["eval_set"] for line in lines} for lines in sorted(files)] == [{"a/b"}, {"a_b"}]
+
+
+async def test_text_that_utf_8_cannot_hold_is_kept(tmp_path):
+    sets = {"one": [Sample(prompt="ab", metadata={"said": "a\ud83d"})]}
+    context = scripted_context(make_config(tmp_path), lambda text, _: text)
+    async with use_context(context):
+        figures = await evaluate(context, sets, resume=True)
+        assert await evaluate(context, sets, resume=True) == figures
+    rows = [json.loads(line) for line in (tmp_path / "eval" / "one_-00001.jsonl").read_text().splitlines()]
+    assert [row["metadata"]["said"] for row in rows] == ["a\ud83d"] * 2
 
 
 # A chat endpoint
@@ -123,8 +161,16 @@ async def endpoint(*answers: Any, retries: int = 1) -> AsyncIterator[tuple[ChatE
         body = await request.json()
         answer = answers[min(len(seen), len(answers) - 1)]
         seen.append({**body, "key": request.headers.get("Authorization")})
+        if isinstance(answer, web.Response):
+            return answer
         return web.json_response({}, status=answer) if isinstance(answer, int) else web.json_response(answer)
 
+    async with served(handle, retries=retries) as client:
+        yield client, seen
+
+
+@asynccontextmanager
+async def served(handle: Any, *, concurrency: int = 4, retries: int = 1) -> AsyncIterator[ChatEndpoint]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", handle)
     runner = web.AppRunner(app)
@@ -133,10 +179,10 @@ async def endpoint(*answers: Any, retries: int = 1) -> AsyncIterator[tuple[ChatE
     await site.start()
     port = runner.addresses[0][1]
     client = ChatEndpoint(
-        f"http://127.0.0.1:{port}/v1", "m", api_key="k", concurrency=4, timeout=60, retries=retries
+        f"http://127.0.0.1:{port}/v1", "m", api_key="k", concurrency=concurrency, timeout=60, retries=retries
     )  # fmt: skip
     try:
-        yield client, seen
+        yield client
     finally:
         await client.aclose()
         await runner.cleanup()
@@ -193,9 +239,52 @@ async def test_an_overloaded_endpoint_is_tried_again_and_a_refusal_is_not(monkey
             await client.chat([], PARAMS, [])
 
 
-async def test_the_command_measures_an_endpoint_and_prints_a_table(tmp_path, capsys):
-    import asyncio
+@pytest.mark.parametrize(
+    "answer",
+    [
+        web.Response(text="<html>overloaded</html>"),
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": {"content": [{"type": "text", "text": "5"}]}}]},
+        {"choices": [{"message": {"content": "", "tool_calls": [{"id": "c0"}]}}]},
+        {"choices": [{"message": {"content": "5"}}], "usage": [7]},
+    ],
+)
+async def test_a_reply_that_is_no_chat_completion_costs_its_sample_alone(answer):
+    async with endpoint(answer) as (client, _):
+        with pytest.raises(EngineError, match="not JSON|cannot be used"):
+            await client.chat([], PARAMS, [])
 
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"n": ' + "9" * 5000 + "}", ""])
+async def test_arguments_that_cannot_be_read_are_answered_with_an_error(arguments):
+    registry = doubler()
+    async with endpoint(reply(calls=[call("double", arguments)]), reply("sorry")) as (client, seen):
+        sample = await run_chat_loop(
+            client, registry, Sample(prompt="go"), PARAMS, LoopBudgets(max_response_tokens=100), registry.schemas()
+        )
+    assert seen[1]["messages"][-1]["content"].startswith("Error: ") and sample.num_malformed_calls == 1
+
+
+async def test_as_many_requests_are_in_flight_as_allowed():
+    count, arrived, all_there = 120, 0, asyncio.Event()
+
+    async def handle(request: web.Request) -> web.Response:
+        nonlocal arrived
+        arrived += 1
+        if arrived == count:
+            all_there.set()
+        await all_there.wait()
+        return web.json_response(reply("yes"))
+
+    async with served(handle, concurrency=count) as client:
+        calls = [asyncio.ensure_future(client.chat([], PARAMS, [])) for _ in range(count)]
+        await asyncio.wait(calls, timeout=10)
+        together = all_there.is_set()
+        all_there.set()
+        assert together and {answer.content for answer in await asyncio.gather(*calls)} == {"yes"}
+
+
+async def test_the_command_measures_an_endpoint_and_prints_a_table(tmp_path, capsys):
     data = tmp_path / "set.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"what is {n}?", "label": "5"}) + "\n" for n in (5, 6)))
     async with endpoint(reply(r"Answer: \boxed{5}")) as (client, seen):

@@ -80,6 +80,11 @@ async def test_requests_and_responses_have_the_documented_fields() -> None:
         ({}, "`code`"),
         ({"code": "1", "language": "cpp"}, "language must be 'python', got 'cpp'"),
         ({"code": "1", "run_timeout": -1}, "run_timeout"),
+        ({"code": "1", "run_timeout": float("inf")}, "run_timeout"),
+        ({"code": "1", "stdin": 5}, "stdin must be text, got 5"),
+        ({"code": "1", "fetch_files": "a"}, "fetch_files must be a list of paths, got 'a'"),
+        ({"code": "1", "fetch_files": 5}, "fetch_files must be a list of paths, got 5"),
+        ({"code": "1", "files": {"a": "é"}}, "files must map paths to base64"),
         ({"code": "1", "memory_limit_MB": 10**6}, "at most this server's 512"),
         ({"code": "1", "files": {"a": "not base64!"}}, "base64"),
         ({"code": "1", "fetch": []}, "unknown fields fetch"),
@@ -89,6 +94,9 @@ async def test_a_request_that_cannot_be_served_says_why(body: dict, says: str) -
     async with serving(make_app(POLICY)) as url:
         status, answer = await post(url, **body)
     assert status == 422 and says in answer["detail"]
+
+
+CONTROL = "class A:\n    def __repr__(self): return '\\0' * 100_000\nA()"
 
 
 async def test_the_client_gives_the_results_of_the_jail() -> None:
@@ -118,8 +126,37 @@ async def test_the_client_gives_the_results_of_the_jail() -> None:
             ours, theirs = await local.run(code, seed=5), await remote.run(code, seed=5)
             for field in ("status", "stdout", "result", "error", "limit"):
                 assert getattr(theirs, field) == getattr(ours, field), (code, field, theirs)
+        assert (await remote.run("print(input())", stdin="said\n")).stdout == "said\n"
+        flood = "import sys\nsys.stderr.write('e' * 200_000)\n"
+        for code in ("'é' * 100_000", "'\\U0001f600' * 100_000", "'\\x00' * 100_000", CONTROL):
+            ours, theirs = await local.run(code), await remote.run(flood + code)
+            assert theirs.status is ours.status is Status.OK and theirs.result[:100] == ours.result[:100]
+            assert "characters omitted" in theirs.result and theirs.result[-100:] == ours.result[-100:]
+        last = await remote.run("import atexit, sys\natexit.register(print, 'late', file=sys.stderr)\n1 / 0")
+        assert (last.status, last.stderr) == (Status.ERROR, "late\n") and "ZeroDivisionError" in last.error
         slow = await remote.run("print('early')\nwhile True: pass", timeout=0.4)
     assert (slow.status, slow.stdout, slow.limit) == (Status.TIMEOUT, "early\n", "wall")
+
+
+async def test_as_many_calls_reach_a_deployment_at_once_as_the_policy_allows() -> None:
+    count, arrived, all_there = 120, 0, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal arrived
+        arrived += 1
+        if arrived == count:
+            all_there.set()
+        await all_there.wait()
+        return web.json_response({"status": "Success", "run_result": {"status": "Finished", "return_code": 0}})
+
+    app = web.Application()
+    app.router.add_post("/run_code", answer)
+    async with serving(app) as url, FusionSandbox(url, SandboxPolicy(concurrency=count)) as box:
+        calls = [asyncio.ensure_future(box.run("1")) for _ in range(count)]
+        await asyncio.wait(calls, timeout=10)
+        together = all_there.is_set()
+        all_there.set()
+        assert together and {result.status for result in await asyncio.gather(*calls)} == {Status.OK}
 
 
 async def test_outages_of_a_deployment_are_unavailable_and_never_an_observation() -> None:

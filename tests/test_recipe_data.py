@@ -14,7 +14,7 @@ from slime_retool.data.math_prompts import bare_question, with_instruction
 from slime_retool.data.readers import read_rows, write_rows
 from slime_retool.data.source import samples_from_file
 from slime_retool.errors import ConfigError, DataError, ToolUnavailable
-from slime_retool.sandbox import Result, Status
+from slime_retool.sandbox import Result, SandboxPolicy, Status
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "retool"))
 import code_agreement  # noqa: E402
@@ -117,6 +117,11 @@ def test_a_folder_is_read_file_by_file(tmp_path):
     ]
 
 
+def test_a_data_sets_name_may_hold_a_point(monkeypatch):
+    monkeypatch.setattr(sft_data_processing, "_hub_rows", lambda name: iter([{"from": name}]))
+    assert sft_data_processing.load_rows("someone/traces-v1.5") == [{"from": "someone/traces-v1.5"}]
+
+
 def test_input_that_does_not_exist_or_has_no_usable_row_ends_with_one_line(tmp_path, capsys):
     write_rows(tmp_path / "in.jsonl", [retool_row("no answer")])
     for name, words in (("nowhere.parquet", "does not exist"), ("in.jsonl", "none of 1 rows")):
@@ -193,6 +198,13 @@ def test_published_instructions_are_replaced_by_ours_once():
         with_instruction("How many?", "long")
 
 
+def test_more_rows_can_be_verified_than_a_sandbox_lets_wait():
+    solution = "<code>\n```python\nprint(2)\n```\n</code>\n<interpreter>2</interpreter>\\boxed{2}"
+    row = sft_data_processing.convert_row(retool_row(solution))
+    policy = SandboxPolicy("none", concurrency=1, max_queue=1)
+    assert asyncio.run(sft_data_processing.verify_rows(dict.fromkeys(range(4), row), policy)) == {}
+
+
 def test_both_published_schemas_are_written_and_read_again(tmp_path):
     write_rows(tmp_path / "in.jsonl", [{"problem": "How many?", "answer": "34"}])
     for schema, file in (("slime", "a.jsonl"), ("verl", "b.parquet"), ("verl", "c.jsonl")):
@@ -248,6 +260,16 @@ def test_questions_of_an_evaluation_set_are_left_out_and_listed(tmp_path, capsys
 
 def test_a_question_without_words_of_an_evaluation_set_leaks_nothing():
     assert EvaluationQuestions([("e", LONG)]).find("x = 1?") is None
+
+
+def test_questions_of_other_scripts_are_compared_by_their_letters():
+    known = EvaluationQuestions(
+        [("zh", "已知三角形的三边长为3, 5和7, 求最大角的度数"), ("ru", "Найдите все корни: x = 5"), ("?", "∀?")]
+    )
+    assert known.find("某商店以3元, 5元和7元的价格出售三种铅笔, 求平均价格") is None
+    assert known.find("Сколько будет, если x = 5") is None and known.find("∃!") is None
+    assert known.find("已知三角形的三边长为 3、5 和 7，求最大角的度数。").overlap == 1.0
+    assert known.find("已知一个三角形的三边长为3, 5和7, 求最大角的度数").evaluation == "zh"
 
 
 def test_code_is_run_again_and_rows_with_another_output_are_left_out(tmp_path, capsys):

@@ -58,6 +58,31 @@ def test_code_is_run_and_its_output_shown() -> None:
         assert reward(sample) == {"score": 1.0, "acc": True, "pred": "42"}
 
 
+def test_every_sample_in_flight_may_wait_for_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = []
+
+    class Box:
+        def __init__(self, policy: Any) -> None:
+            policies.append(policy)
+
+        async def __aenter__(self) -> Box:
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            pass
+
+    make_tools = load_function("tool_sandbox.make_tools")
+    monkeypatch.setattr("tool_sandbox.Sandbox", Box)
+    config = Config(rollout_batch_size=512, over_sampling_batch_size=1024, n_samples_per_prompt=16)
+
+    async def enter() -> None:
+        async with make_tools(config):
+            pass
+
+    asyncio.run(enter())
+    assert policies[0].max_queue >= 1024 * 16 * config.max_tool_calls
+
+
 def test_the_prompt_shows_the_registered_tool() -> None:
     (sample,) = generate([("no tool", "stop")])
     prompt = tokenizer().decode(sample.tokens[: sample.prompt_length])

@@ -129,6 +129,8 @@ def test_an_answer_in_a_tool_call_or_a_tool_output_is_not_the_models() -> None:
         "{" * 100_000,
         "\\boxed{" + "(" * 100_000 + "}",
         "\\boxed{" + "\\text{" * 15_000 + "}" * 15_001,
+        "\\boxed{" + "(" * 999 + "1" + ")" * 999 + "}",
+        "\\boxed{" + "\\{" * 450 + "1" + "\\}" * 450 + "}",
         "\\boxed{" + "0" * 100_000 + "}",
         "\\boxed{" + "1," * 50_000 + "}",
         "\\boxed{" + " " * 100_000 + "x}",
@@ -268,6 +270,38 @@ def test_a_stuck_or_crashing_reward_costs_one_sample(function: Callable[..., Any
     assert (first, last) == (1.0, 2.0)
     assert isinstance(stuck, RewardError) and "longer than --reward-timeout 0.5 s" in str(stuck)
     assert isinstance(crashed, RewardError) and "f raised ValueError: could not convert" in str(crashed)
+
+
+def test_a_timeout_of_the_functions_own_is_not_blamed_on_the_limit() -> None:
+    async def judged(args: Config, sample: Sample) -> float:
+        return await asyncio.wait_for(asyncio.sleep(60, 1.0), 0.01)
+
+    (error,) = run(judged, ["1"])
+    assert isinstance(error, RewardError) and "f raised TimeoutError" in str(error)
+
+
+def test_an_overrun_that_ignores_its_cancellation_is_not_waited_for() -> None:
+    async def main() -> None:
+        released = asyncio.Event()
+
+        async def stubborn(args: Config, sample: Sample) -> float:
+            while not released.is_set():
+                try:
+                    await released.wait()
+                except asyncio.CancelledError:
+                    pass
+            return 1.0
+
+        runner = RewardRunner(stubborn, "f", timeout=0.1)
+        call = asyncio.ensure_future(runner(Config(), Sample(prompt="")))
+        await asyncio.wait({call}, timeout=10)
+        ended = call.done()
+        released.set()
+        assert ended
+        with pytest.raises(RewardError, match="longer than --reward-timeout"):
+            await call
+
+    asyncio.run(main())
 
 
 def test_waiting_for_a_thread_is_not_counted_as_run_time() -> None:

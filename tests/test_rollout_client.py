@@ -205,5 +205,10 @@ def test_a_teacher_of_other_tokens_is_refused(entries: Any, message: str):
 
 def test_an_aborted_request_may_come_back_empty():
     aborted = reply(ids=[], finish_reason={"type": "abort", "message": "Abort in waiting queue"})
+    del aborted["meta_info"]["prompt_tokens"], aborted["meta_info"]["cached_tokens"]  # as SGLang 0.5.15 leaves them out
     completion = parse_completion(aborted)
     assert (completion.ids, completion.finish_reason) == ([], "abort")
+    completed = reply()
+    del completed["meta_info"]["cached_tokens"]
+    with pytest.raises(EngineError, match="cached_tokens"):
+        parse_completion(completed)

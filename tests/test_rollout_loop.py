@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +16,7 @@ from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.evaluate import evaluate
 from slime_retool.rollout.figures import source_figures
 from slime_retool.rollout.filters import check_reward_nonzero_std
+from slime_retool.rollout.generate import generate
 from slime_retool.rollout.hooks import BusyTime
 from slime_retool.rollout.rl_rollout import generate_rollout
 from slime_retool.rollout.sampling import evaluation_sampling_params, remaining_tokens, training_sampling_params
@@ -277,6 +279,16 @@ async def test_the_turn_is_bounded_by_response_and_context(tmp_path):
     await rollout(context, Prompts(["abcde"], 4))
     assert {params["max_new_tokens"] for _, params, _ in context.engine.requests} == {5}
     assert sorted({session for _, _, session in context.engine.requests}) == [str(i) for i in range(8)]
+
+
+async def test_generated_again_a_sample_starts_from_its_prompt(tmp_path):
+    config = make_config(tmp_path)
+    context, sample = scripted_context(config, echo), Sample(prompt="abc")
+    async with use_context(context):
+        await generate(config, sample, training_sampling_params(config))
+        once = dataclasses.asdict(sample)
+        await generate(config, sample, training_sampling_params(config))
+    assert dataclasses.asdict(sample) == once
 
 
 def test_remaining_tokens_count_the_response_in_both_budgets(tmp_path):

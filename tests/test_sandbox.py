@@ -92,6 +92,7 @@ HARMLESS = {
     "exit": ("print('before')\nexit()\nprint('after')", "before\n", None),
     "unicode": ("print('∑ 中文 😀')", "∑ 中文 😀\n", None),
     "surrogate": ("print('a\\ud800')", "a\\ud800\n", None),
+    "surrogate in a repr": ("class A:\n    def __repr__(self): return '\\ud800'\nA()", "", "\\ud800"),
     "no final newline": ("import sys\nsys.stdout.write('x')\nNone", "x", None),
     "empty": ("", "", None),
 }
@@ -131,6 +132,7 @@ def test_a_traceback_names_the_codes_own_lines_only() -> None:
         ("import sys\nsys.exit('bye')", "SystemExit: bye"),
         ("import os\nos._exit(7)", "exit code 7"),
         ("x = 'a\ud83d'", "surrogates not allowed"),
+        ("raise ValueError('a\\ud83d')", "ValueError: a\\ud83d"),
         ("def f(): f()\nf()", "RecursionError"),
         ("class E(Exception):\n    def __str__(self): raise ValueError\nraise E", "E"),
     ],

@@ -119,6 +119,11 @@ def test_degenerate_json_is_an_error_and_not_a_crash(body: str) -> None:
     assert isinstance(call, ToolCallError)
 
 
+@pytest.mark.timeout(60)
+def test_a_turn_of_very_many_calls_is_read_in_linear_time() -> None:
+    assert len(parse_tool_calls(wrap('{"name": "search", "arguments": {"query": "x"}}') * 64_000, TOOLS)) == 64_000
+
+
 def test_calls_mentioned_in_reasoning_do_not_count() -> None:
     text = f"<think>I could write <tool_call> or {code_call('1')}.</think>{code_call('2')}"
     assert parse_tool_calls(text, TOOLS) == [ToolCall("code_interpreter", {"code": "2"})]

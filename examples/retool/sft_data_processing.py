@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import re
 import sys
 from collections import Counter
@@ -33,7 +34,7 @@ from tool_sandbox import SCHEMA
 
 from slime_retool.data.math_prompts import INSTRUCTIONS, with_instruction
 from slime_retool.data.messages import parse_messages
-from slime_retool.data.readers import Row, read_rows, write_rows
+from slime_retool.data.readers import Row, read_rows, split_slice, write_rows
 from slime_retool.errors import ConfigError, DataError, SlimeRetoolError
 from slime_retool.sandbox import Sandbox, SandboxPolicy
 from slime_retool.sandbox.policy import ISOLATION_LEVELS
@@ -137,7 +138,8 @@ async def verify_rows(converted: Mapping[int, Row], policy: SandboxPolicy) -> di
 
     Raises ToolUnavailable when the sandbox is down: no row is judged by an outage.
     """
-    async with Sandbox(policy) as box:
+    # All rows wait at once.
+    async with Sandbox(dataclasses.replace(policy, max_queue=max(1, len(converted)))) as box:
         reasons = await asyncio.gather(*(disagreement(box, row["messages"]) for row in converted.values()))
     return {number: reason for number, reason in zip(converted, reasons, strict=True) if reason is not None}
 
@@ -150,8 +152,8 @@ def load_rows(source: str) -> list[Row]:
         if not files:
             raise ConfigError(f"--input {source!r}: the folder holds no .parquet or .jsonl file")
         return [row for file in files for row in read_rows(file)]
-    if path.exists() or path.suffix:
-        return read_rows(path)
+    if path.exists() or Path(split_slice(source)[0]).suffix in (".parquet", ".jsonl"):
+        return read_rows(source)
     return list(_hub_rows(source))
 
 

@@ -40,6 +40,8 @@ async def make_tools(args: Config) -> AsyncIterator[ToolRegistry]:
         timeout=args.tool_timeout,
         memory_mb=args.tool_memory_mb,
         concurrency=args.tool_concurrency,
+        # The samples in flight are the bound: none is to be lost because thousands of others wait before it.
+        max_queue=1 << 30,
     )
     async with Sandbox(policy) if args.sandbox_url is None else FusionSandbox(args.sandbox_url, policy) as box:
         yield ToolRegistry([code_interpreter(box)], retries=args.tool_retries)

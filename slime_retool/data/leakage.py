@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_WORD = re.compile(r"[a-z0-9]+")
+# Scripts without blanks have no words to find: there each letter is one.
+_WORD = re.compile(r"[a-z0-9]+|[^\W_]")
 _N = 8
 _SHARE = 0.8
 
@@ -26,7 +27,7 @@ class EvaluationQuestions:
     """An index of (name, question); `find` is a few dictionary look-ups per word.
 
     Letters' case, punctuation and LaTeX's backslashes and braces do not count. Questions with fewer than two runs of
-    eight words are only found when all their words are the same.
+    eight words are only found when all their words are the same. Letters other than a to z count as a word each.
     """
 
     def __init__(self, questions: Iterable[tuple[str, str]]) -> None:
@@ -44,7 +45,7 @@ class EvaluationQuestions:
     def find(self, question: str) -> Leak | None:
         """The evaluation question that `question` repeats most of, when that is at least four fifths."""
         words = _words(question)
-        if (name := self._whole.get(" ".join(words))) is not None:
+        if words and (name := self._whole.get(" ".join(words))) is not None:
             return Leak(name, 1.0)
         shared = Counter(name for run in _runs(words) for name in self._holders.get(run, ()))
         name, overlap = max(

@@ -14,6 +14,7 @@ Row = dict[str, Any]
 """One data row: column name -> plain Python value (str, int, float, bool, None, list, dict)."""
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -82,9 +83,17 @@ def parse_json(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return _loads(value)
     except ValueError as error:
         raise DataError(f"{where} must be a list or object, or JSON text of one: {error}; got {value[:80]!r}") from None
+
+
+def _loads(text: str) -> Any:
+    """What JSON text says. ValueError also for half of a surrogate pair: no tokenizer takes it, no file can hold it."""
+    value = json.loads(text)
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def _read_jsonl(path: Path) -> list[Row]:
@@ -94,7 +103,7 @@ def _read_jsonl(path: Path) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode())
+            row = _loads(line.decode())
         except ValueError as error:
             raise DataError(f"{path}, line {number}: not valid JSON ({error})") from None
         if not isinstance(row, dict):

@@ -114,7 +114,7 @@ class _Stream:
         self.rows = samples_from_file(data.file, config)
         before, limit = len(self.rows), config.rollout_max_prompt_len
         if limit is not None:
-            self.rows = [sample for sample in self.rows if _prompt_length(tokenizer, sample) <= limit]
+            self.rows = [sample for sample in self.rows if _prompt_length(tokenizer, sample, data.file) <= limit]
         self.num_dropped = before - len(self.rows)
         if not self.rows:
             raise DataError(
@@ -217,8 +217,11 @@ def copy_sample(sample: Sample, index: int, group_index: int) -> Sample:
     )
 
 
-def _prompt_length(tokenizer: Any, sample: Sample) -> int:
-    return len(render_prompt(tokenizer, sample.prompt, sample.tools))
+def _prompt_length(tokenizer: Any, sample: Sample, file: str) -> int:
+    try:
+        return len(render_prompt(tokenizer, sample.prompt, sample.tools))
+    except DataError as error:
+        raise DataError(f"{file}, row {sample.index + 1}: {error}") from error
 
 
 def _prompt(value: Any, as_user_message: bool, where: str) -> list[Message] | str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from slime_retool.reward.normalize import compact, join_digit_groups, spell, unwrap
 from slime_retool.reward.rational import rational
@@ -19,6 +20,8 @@ Symbolic = Callable[[str, str], bool]
 """(ground truth, answer), both one LaTeX expression -> whether they are equal."""
 
 _MAX_ITEMS = 64
+_MAX_DEPTH = 32
+"""What is nested deeper equals nothing but the same text."""
 _MAX_SYMBOLIC = 400
 """Longer expressions are compared as text alone."""
 
@@ -71,31 +74,32 @@ def parse_answer(text: str) -> Answer:
     return _parse(spell(text))
 
 
-def _parse(text: str) -> Answer:
+def _parse(text: str, depth: int = 0) -> Answer:
+    if depth == _MAX_DEPTH:
+        return Leaf("")
+    parse = partial(_parse, depth=depth + 1)
     alternatives = " or " in text or "{ or }" in text
     text = unwrap(_WORD_SEPARATOR.sub(",", text).strip().strip(","))
     value = _right_hand_side(text)
     if (number := join_digit_groups(value)) != value:
         return Leaf(number)
     if match := _MATRIX.match(value):
-        rows = [
-            tuple(_parse(cell) for cell in row.split("&")) for row in _ROW_BREAK.split(match["body"]) if row.strip()
-        ]
+        rows = [tuple(parse(cell) for cell in row.split("&")) for row in _ROW_BREAK.split(match["body"]) if row.strip()]
         return Group("matrix", tuple(Group("row", row) for row in rows))
     if parts := _split(text, ","):
-        items = _flat(_parse(part) for part in parts)
+        items = _flat(parse(part) for part in parts)
         half_lines = alternatives and all(_HALF_LINE.match(part) or _CHAIN.match(part) for part in parts)
         return Group("union" if half_lines else "set", items)
     equation, text = text, _interval(value)
     if parts := _split(text, "\\cup"):
-        return Group("union", tuple(_parse(part) for part in parts))
+        return Group("union", tuple(parse(part) for part in parts))
     inner, brackets = _inside(text)
     if brackets == "{}":
-        return Group("set", _flat(_parse(part) for part in _split(inner, ",") or ([inner] if inner.strip() else [])))
+        return Group("set", _flat(parse(part) for part in _split(inner, ",") or ([inner] if inner.strip() else [])))
     if brackets and (parts := _split(inner, ",")):
-        return Group(brackets, tuple(_parse(part) for part in parts))
+        return Group(brackets, tuple(parse(part) for part in parts))
     if brackets == "()" and inner.strip():
-        return _parse(inner)
+        return parse(inner)
     if re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         first = re.sub(r"\\pm(?![A-Za-z])", "+", re.sub(r"\\mp(?![A-Za-z])", "-", text))
         second = re.sub(r"\\pm(?![A-Za-z])", "-", re.sub(r"\\mp(?![A-Za-z])", "+", text))

@@ -7,7 +7,7 @@ import contextvars
 import inspect
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -38,16 +38,29 @@ class RewardRunner:
     async def __call__(self, args: Any, sample: Any) -> Any:
         try:
             if self._is_async:
-                return await asyncio.wait_for(self._function(args, sample), self._timeout)
+                return await self._within_limit(self._function(args, sample))
             async with self._turns:
-                reward = await asyncio.wait_for(_in_thread(self._function, args, sample), self._timeout)
-            return await asyncio.wait_for(reward, self._timeout) if inspect.isawaitable(reward) else reward
-        except (asyncio.TimeoutError, TimeoutError) as error:  # two classes before Python 3.11
-            raise RewardError(f"{self._name} ran longer than --reward-timeout {self._timeout:g} s") from error
+                reward = await self._within_limit(_in_thread(self._function, args, sample))
+            return await self._within_limit(reward) if inspect.isawaitable(reward) else reward
         except (ConfigError, RolloutError):
             raise
         except Exception as error:
             raise RewardError(f"{self._name} raised {type(error).__name__}: {error}") from error
+
+    async def _within_limit(self, call: Awaitable[Any]) -> Any:
+        """What it returns or raises; unlike `asyncio.wait_for`, an overrun is not taken for a TimeoutError of its own,
+        and one that ignores its cancellation is not waited for."""
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task}, timeout=self._timeout)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        if not task.done():
+            task.cancel()
+            raise RewardError(f"{self._name} ran longer than --reward-timeout {self._timeout:g} s")
+        return task.result()
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -31,7 +31,11 @@ class ChatEndpoint:
         self._model, self._retries, self._timeout = model, retries, timeout
         self._places = asyncio.Semaphore(concurrency)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=timeout))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),  # `concurrency` is the limit
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout),
+        )
 
     async def chat(
         self, messages: list[Message], sampling_params: dict[str, Any], tools: list[ToolSchema]
@@ -71,6 +75,8 @@ class ChatEndpoint:
                 raise EngineError(f"{self._url} did not answer within {self._timeout:g} s") from error
             except aiohttp.ClientError as error:
                 problem = f"{type(error).__name__}: {error}"
+            except ValueError as error:
+                raise EngineError(f"{self._url} answered with something that is not JSON: {error}") from error
             if attempt < self._retries:
                 await asyncio.sleep(max(asked, min(wait, BACKOFF_LIMIT_SECONDS) * random.uniform(0.5, 1.0)))
                 wait *= 2
@@ -81,11 +87,14 @@ def _parse(reply: Any) -> ChatReply:
     try:
         choice = reply["choices"][0]
         message = choice["message"]
+        content, calls = message.get("content") or "", list(message.get("tool_calls") or [])
+        if not isinstance(content, str) or not all(isinstance(call["function"], dict) for call in calls):
+            raise TypeError("content must be text, and every tool call must hold a function")
         return ChatReply(
-            content=message.get("content") or "",
-            tool_calls=list(message.get("tool_calls") or []),
+            content=content,
+            tool_calls=calls,
             finish_reason=choice.get("finish_reason") or "stop",
             completion_tokens=int((reply.get("usage") or {}).get("completion_tokens") or 0),
         )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"the endpoint's reply cannot be used: {type(error).__name__}: {error}") from error

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slime_retool.rollout.transcripts import ENCODING
 from slime_retool.types import Sample
 
 
@@ -19,7 +20,7 @@ def dump_samples(path: Path, rows: Iterable[tuple[Sample, dict[str, Any]]]) -> N
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
+    with part.open("w", **ENCODING) as file:
         for sample, further in rows:
             file.write(json.dumps({**asdict(sample), **further}, ensure_ascii=False, default=repr) + "\n")
     os.replace(part, path)

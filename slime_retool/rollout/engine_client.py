@@ -134,7 +134,9 @@ def parse_completion(reply: Any) -> Completion:
         ids = list(reply["output_ids"])
         finish = meta["finish_reason"]["type"]
         version = 0 if meta["weight_version"] == UNNAMED_VERSION else int(meta["weight_version"])
-        prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta["cached_tokens"])
+        # A request that is aborted before it ran comes back without these counts.
+        counts = {"prompt_tokens": 0, "cached_tokens": 0, **meta} if finish == "abort" else meta
+        prompt_tokens, cached_tokens = int(counts["prompt_tokens"]), int(counts["cached_tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"the engine's reply cannot be used: {type(error).__name__}: {error}") from error
     if finish not in ("stop", "length", "abort"):

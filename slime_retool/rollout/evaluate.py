@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -80,8 +82,17 @@ def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list
         "generate": hooks.generate_path,
         "reward": hooks.reward_path,
         "tools": [config.tool_format, config.max_turns, config.max_tool_calls, config.max_observation_tokens],
+        "scoring": [config.rm_type, config.shape_tool_use, config.format_penalty],
+        "context_len": config.rollout_max_context_len,
         "prompts": len(samples),
+        "data": _digest(samples),
     }
+
+
+def _digest(samples: list[Sample]) -> str:
+    """Tells sets apart that have as many prompts."""
+    rows = [[sample.prompt, sample.label, sample.tools] for sample in samples]
+    return hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest()
 
 
 def _copies(config: Config, samples: list[Sample]) -> list[Sample]:
@@ -91,4 +102,5 @@ def _copies(config: Config, samples: list[Sample]) -> list[Sample]:
 
 
 def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]", "_", name)
+    """Different for different names."""
+    return re.sub(r"[^\w.-]", lambda match: f"%{ord(match[0]):02x}", name)

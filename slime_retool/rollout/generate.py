@@ -27,6 +27,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
 
     Raises EngineError, and RolloutError when the prompt leaves no room for an answer.
     """
+    sample.reset()
     context = current_context()
     if context.chat is not None:
         budgets = LoopBudgets(max_response_tokens=sampling_params["max_new_tokens"])

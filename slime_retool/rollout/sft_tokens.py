@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_retool.data.rendering import tokenize_conversation
 from slime_retool.errors import DataError
 from slime_retool.tool_use.calls import ToolCall
 from slime_retool.tool_use.codec import TextCodec
-from slime_retool.tool_use.format import make_format
 from slime_retool.tool_use.retool import RetoolFormat
 from slime_retool.tool_use.template import ChatTemplate
 from slime_retool.types import Message, ToolSchema
@@ -44,8 +43,7 @@ class ConversationTokenizer:
 
 class _RetoolConversation:
     def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
-        self._format = make_format("retool", tokenizer, tools)
-        assert isinstance(self._format, RetoolFormat)
+        self._format = RetoolFormat(tokenizer, tools)
         self._codec = TextCodec(tokenizer)
         self._template = ChatTemplate(tokenizer)
 
@@ -58,7 +56,7 @@ class _RetoolConversation:
             )
         ids = self._format.prompt_ids(messages[:first])
         mask = [0] * len(ids)
-        for text, observation in _pieces(messages[first:]):
+        for text, observation in _pieces(messages[first:], self._code):
             self._refuse_control_text(text)
             spoken = self._codec.encode(text)
             if observation is None:
@@ -73,13 +71,23 @@ class _RetoolConversation:
             mask += [1] * len(spoken) + [0] * len(shown)
         return ids, mask
 
+    def _code(self, function: dict[str, Any]) -> str:
+        name, arguments = function["name"], function["arguments"]
+        tool, argument = self._format.tool, self._format.argument
+        if name != tool or list(arguments) != [argument] or not isinstance(arguments[argument], str):
+            raise DataError(
+                f"--tool-format retool can write calls of {tool!r} with text as {argument!r} and nothing else, got a "
+                f"call of {name!r} with {json.dumps(arguments)[:80]}"
+            )
+        return arguments[argument]
+
     def _refuse_control_text(self, text: str) -> None:
         if self._template.end_token in text:
             raise DataError(f"an assistant message holds {self._template.end_token!r}, which ends a turn; remove it")
 
 
-def _pieces(messages: Sequence[Message]) -> list[tuple[str, str | None]]:
-    """(what the model writes, the output behind it), of the last piece without an output.
+def _pieces(messages: Sequence[Message], code_of: Callable[[dict[str, Any]], str]) -> list[tuple[str, str | None]]:
+    """(what the model writes, the output behind it), of the last piece without an output. `code_of` a called function.
 
     Several calls of one message become blocks one after the other, each with its own output.
     """
@@ -88,7 +96,7 @@ def _pieces(messages: Sequence[Message]) -> list[tuple[str, str | None]]:
     for message in messages:
         calls = message.get("tool_calls") or []
         for number, call in enumerate(calls):
-            (code,) = call["function"]["arguments"].values()
+            code = code_of(call["function"])
             prose = message["content"].strip() if number == 0 else ""
             if len(pieces) >= len(outputs):
                 raise DataError("a call has no tool message with its output")

@@ -12,6 +12,8 @@ from typing import Any
 from slime_retool.errors import ConfigError
 from slime_retool.types import Sample, SampleStatus
 
+ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+"""Half of a surrogate pair, which UTF-8 cannot hold, becomes the very escape that JSON has for it."""
 _FIELDS = {field.name for field in fields(Sample)}
 
 
@@ -35,10 +37,10 @@ class Transcripts:
             self.done = _read(path)
         beside.write_text(text, encoding="utf-8")
         part = path.with_name(path.name + ".part")
-        with part.open("w", encoding="utf-8") as file:
+        with part.open("w", **ENCODING) as file:
             file.writelines(self._line(sample) for sample in self.done.values())
         os.replace(part, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", **ENCODING)
 
     def add(self, sample: Sample) -> None:
         """Write one finished sample."""

@@ -41,7 +41,8 @@ class FusionSandbox:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> FusionSandbox:
-        self._http = aiohttp.ClientSession()
+        # The policy's concurrency is the limit; aiohttp's own would count waiting as run time.
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self
 
     async def __aexit__(
@@ -66,7 +67,7 @@ class FusionSandbox:
         limit = self.policy.timeout if timeout is None else timeout
         nonce = secrets.token_hex(16)
         body = {
-            "code": _wrapped(code, seed, nonce, self.policy),
+            "code": _wrapped(code, seed, nonce, self.policy, has_stdin=stdin is not None),
             "language": "python",
             "run_timeout": limit,
             "memory_limit_MB": self.policy.memory_mb,
@@ -96,20 +97,29 @@ import json, random, sys
 semantics = {{"__name__": "__main__"}}
 exec(compile({semantics!r}, "<semantics>", "exec"), semantics)
 random.seed({seed!r})
-outcome = semantics["run"]({code!r}, "<string>", semantics["main_module"](), {limit}, {memory_mb})
+namespace = semantics["main_module"]()
+if {has_stdin}:
+    semantics["allow_input"]()
+outcome = semantics["run"]({code!r}, "<string>", namespace, {limit}, {memory_mb})
 sys.__stdout__.flush()
-print({nonce!r} + json.dumps([outcome.error, outcome.limit, outcome.result]), file=sys.__stderr__)
+sys.__stderr__.flush()
+report = {nonce!r} + json.dumps([outcome.error, outcome.limit, outcome.result], ensure_ascii=False) + "\\n"
+written = sys.__stderr__.buffer.write(report.encode("utf-8", "backslashreplace"))
 """
+_REPORT_SHARE = 16
+"""The echoed value's characters, of which the report makes up to six bytes each, as a share of the output that is kept:
+of stderr, servers cut out the middle, and the report has to be in its last half."""
 
 
-def _wrapped(code: str, seed: int | None, nonce: str, policy: SandboxPolicy) -> str:
+def _wrapped(code: str, seed: int | None, nonce: str, policy: SandboxPolicy, *, has_stdin: bool) -> str:
     """A program that gives `code` the semantics it has in the jail and reports its end after `nonce` on stderr."""
     return _PROGRAM.format(
         semantics=_SEMANTICS,
         code=code,
         seed=seed,
+        has_stdin=has_stdin,
         nonce=nonce,
-        limit=policy.max_output_bytes,
+        limit=max(1, policy.max_output_bytes // _REPORT_SHARE),
         memory_mb=policy.memory_mb,
     )
 
@@ -142,6 +152,8 @@ def from_response(body: Mapping[str, Any], nonce: str, waited: float, limit: flo
         if code == 0:
             return result  # it left by os._exit(0)
         return replace(result, status=Status.ERROR, error=f"the program ended with exit code {code}")
-    error, reached, value = json.loads(report)
+    (error, reached, value), end = json.JSONDecoder().raw_decode(report)
+    late = report[end:].removeprefix("\n")  # what threads and exit functions wrote
+    result = replace(result, stderr=stderr + late)
     status = Status.OK if error is None else Status.MEMORY if reached == "memory" else Status.ERROR
     return replace(result, status=status, error=error, limit=reached, result=value)

@@ -8,7 +8,6 @@ executor_pod_name, files`. Python only. There is no authentication: bind it to a
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -84,7 +83,7 @@ def _arguments(body: Any, policy: SandboxPolicy) -> dict[str, Any]:
     if language != "python":
         raise BadRequest(f"language must be 'python', got {language!r}")
     timeout = body.get("run_timeout") or policy.timeout
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise BadRequest(f"run_timeout must be a number of seconds above 0, got {timeout!r}")
     memory = body.get("memory_limit_MB")
     if memory is not None and not isinstance(memory, int):
@@ -97,14 +96,19 @@ def _arguments(body: Any, policy: SandboxPolicy) -> dict[str, Any]:
             for name, content in (body.get("files") or {}).items()
             if content is not None
         }
-    except (AttributeError, TypeError, binascii.Error) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise BadRequest(f"files must map paths to base64: {error}") from None
+    stdin, fetched = body.get("stdin"), body.get("fetch_files") or []
+    if stdin is not None and not isinstance(stdin, str):
+        raise BadRequest(f"stdin must be text, got {stdin!r}")
+    if not isinstance(fetched, list) or not all(isinstance(name, str) for name in fetched):
+        raise BadRequest(f"fetch_files must be a list of paths, got {fetched!r}")
     return {
         "code": body["code"],
         "timeout": float(timeout),
-        "stdin": body.get("stdin"),
+        "stdin": stdin,
         "files": files,
-        "fetch_files": tuple(body.get("fetch_files") or ()),
+        "fetch_files": tuple(fetched),
         "memory_mb": memory if memory is not None and memory > 0 else None,
     }
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult
 from slime_retool.tool_use.loop import LoopBudgets
+from slime_retool.tool_use.parser import to_call
 from slime_retool.tool_use.registry import ToolRegistry
-from slime_retool.tool_use.schema import check_arguments
 from slime_retool.types import Message, Sample, SampleStatus, ToolSchema
 
 CHARACTERS_PER_TOKEN = 4
@@ -130,19 +130,9 @@ async def _answer(
 
 
 def _read_call(raw: dict[str, Any], tools: list[ToolSchema]) -> ToolCall | ToolCallError:
-    function = raw.get("function") or {}
-    name, text = function.get("name"), function.get("arguments") or "{}"
+    function = raw["function"]
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
-    if name not in schemas:
-        return ToolCallError(f"Error: there is no tool {name!r}. Known tools: {', '.join(schemas) or 'none'}.")
-    try:
-        arguments = json.loads(text, strict=False) if isinstance(text, str) else text
-    except ValueError as error:
-        return ToolCallError(f"Error: the arguments are not valid JSON ({error}).")
-    if not isinstance(arguments, dict):
-        return ToolCallError("Error: the arguments must be a JSON object.")
-    problem = check_arguments(arguments, schemas[name].get("parameters") or {})
-    return ToolCallError(f"Error: {problem}.") if problem else ToolCall(name, arguments)
+    return to_call({"name": function.get("name"), "arguments": function.get("arguments") or "{}"}, schemas)
 
 
 def _shorten(text: str, limit: int) -> str:

@@ -29,10 +29,11 @@ def parse_tool_calls(text: str, tools: Sequence[ToolSchema] | None = None) -> li
     """
     schemas = None if tools is None else {tool["function"]["name"]: tool["function"] for tool in tools}
     calls: list[ToolCall | ToolCallError] = []
-    position = 0
+    position, thought = 0, text.find(END_OF_THINKING)
     while True:
         start = text.find(OPEN, position)
-        thought = text.find(END_OF_THINKING, position)
+        if 0 <= thought < position:  # it stood inside a call; otherwise no new search, for each may read all the text
+            thought = text.find(END_OF_THINKING, position)
         if 0 <= thought and (start < 0 or thought < start):
             calls.clear()
             position = thought + len(END_OF_THINKING)
@@ -40,7 +41,7 @@ def parse_tool_calls(text: str, tools: Sequence[ToolSchema] | None = None) -> li
         if start < 0:
             return calls
         value, position = _read_call(text, start + len(OPEN))
-        calls.append(value if isinstance(value, ToolCallError) else _to_call(value, schemas))
+        calls.append(value if isinstance(value, ToolCallError) else to_call(value, schemas))
 
 
 def _read_call(text: str, position: int) -> tuple[Any, int]:
@@ -83,7 +84,8 @@ def _resume(text: str, position: int) -> int:
     return opening if opening >= 0 else position
 
 
-def _to_call(value: Any, schemas: dict[str, Any] | None) -> ToolCall | ToolCallError:
+def to_call(value: Any, schemas: dict[str, Any] | None) -> ToolCall | ToolCallError:
+    """The call that a JSON value stands for. `schemas`: the tools' functions by name; None leaves them unchecked."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or "arguments" not in value:
         return ToolCallError(
             'Error: a tool call must be one JSON object with a string "name" and an object "arguments". ' + _FORM

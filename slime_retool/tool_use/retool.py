@@ -47,7 +47,7 @@ class RetoolFormat:
     stop: tuple[str, ...] = (CLOSE,)
 
     def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
-        self._tool, self._argument = _code_tool(tools)
+        self.tool, self.argument = _code_tool(tools)
         self._instruction = instruction(tools)
         self._template = ChatTemplate(tokenizer)
         self._filter = ObservationFilter(tokenizer)
@@ -95,7 +95,7 @@ class RetoolFormat:
 
     def _calls(self, blocks: Sequence[str | ToolCallError]) -> list[ToolCall | ToolCallError]:
         return [
-            block if isinstance(block, ToolCallError) else ToolCall(self._tool, {self._argument: block})
+            block if isinstance(block, ToolCallError) else ToolCall(self.tool, {self.argument: block})
             for block in blocks
         ]
 
