@@ -31,6 +31,8 @@ install: $(STAMP)
 
 $(STAMP): requirements/cpu.lock setup.py
 	@test -n "$(TAG)" || { echo "cannot run $(PYTHON): pass PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
+	  { echo "$(PYTHON) is Python $(TAG), 3.10 to 3.13 are supported: pass PYTHON=python3.12, say" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

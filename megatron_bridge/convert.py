@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -60,7 +60,7 @@ def convert_hf_to_torch_dist(
         return hf.entries[hf_names(*find_parameter(name, model))[0]].dtype
 
     shapes = {name: megatron_shape(name, model, tp) for name in names}
-    with replace_directory(save, force=force) as out, ReadAhead(hf_tensors, names) as parts:
+    with replace_directory(save, force=force, sources=[hf_checkpoint]) as out, ReadAhead(hf_tensors, names) as parts:
         with tqdm(total=len(names), desc="HF -> torch_dist", unit="tensor", disable=not progress) as bar:
             write_torch_dist(
                 out / checkpoint_name(None), shapes, dtype_of, lambda name: from_hf(name, parts.read(name), model, tp),
@@ -101,7 +101,8 @@ def convert_torch_dist_to_hf(
     def hf_tensors(name: str) -> dict[str, Tensor]:
         return dict(to_hf(name, reader.read(name), model))
 
-    with replace_directory(output_dir, force=force) as out:
+    read = [input_dir, origin_hf_dir, *([] if base_dir is None else [base_dir])]
+    with replace_directory(output_dir, force=force, sources=read) as out:
         for path in sorted(origin.iterdir()):
             if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHT_SUFFIXES:
                 shutil.copyfile(path, out / path.name)
@@ -131,11 +132,12 @@ def convert_torch_dist_to_hf(
 
 
 @contextlib.contextmanager
-def replace_directory(path: str | Path, *, force: bool) -> Iterator[Path]:
+def replace_directory(path: str | Path, *, force: bool, sources: Sequence[str | Path]) -> Iterator[Path]:
     """A temporary sibling directory that becomes `path` when the block succeeds, and is removed when it fails.
 
     A link is followed. Raises ValueError when `path` is there and not empty, unless `force` (it is then replaced, at
-    the very end), and for a mount point, which nothing can replace.
+    the very end), when that would delete any of `sources`, which the block reads, and for a mount point, which nothing
+    can replace.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_dir():
@@ -145,6 +147,9 @@ def replace_directory(path: str | Path, *, force: bool) -> Iterator[Path]:
     occupied = target.is_dir() and any(target.iterdir())
     if occupied and not force:
         raise ValueError(f"{path} is not empty: choose another directory, or pass --force to replace it")
+    for source in map(Path, sources):
+        if target in (source.resolve(), *source.resolve().parents):
+            raise ValueError(f"replacing {path} would delete {source}, which is read: choose another directory")
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:

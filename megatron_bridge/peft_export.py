@@ -63,7 +63,7 @@ def export_peft(
         "inference_mode": True,
         "target_modules": sorted(_peft_modules(modules, model)),
     }
-    with replace_directory(output_dir, force=force) as out:
+    with replace_directory(output_dir, force=force, sources=[input_dir, origin_hf_dir]) as out:
         (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
 

@@ -18,7 +18,9 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from slime_retool.errors import ConfigError
 from slime_retool.sandbox.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable
 
 REQUIRED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "datasets", "aiohttp")
@@ -26,7 +28,17 @@ OPTIONAL = ("transformer-engine", "flash-attn-4", "wandb", "tensorboard", "math-
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command. Returns the exit code."""
+    if os.getcwd() not in (os.path.abspath(folder) for folder in sys.path):
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a hook's file may lie where the command is given
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:  # `| head` has seen enough; nothing is left for the interpreter to write on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:
         from slime_retool.train import main as train
 
@@ -65,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument("--concurrency", type=int, default=16, help="calls that run at once (default: %(default)s)")
     args = parser.parse_args(arguments)
     if args.command == "sandbox":
-        return serve_sandbox(args.host, args.port, SandboxPolicy(args.isolation, concurrency=args.concurrency))
+        return serve_sandbox(args.host, args.port, args.isolation, args.concurrency)
     if args.command == "data":
         parser.error("the command is `slime-retool data check FILE...`")
     if args.command == "doctor":
@@ -97,44 +109,68 @@ def doctor() -> int:
     return int(missing > 0)
 
 
-def serve_sandbox(host: str, port: int, policy: SandboxPolicy) -> int:
-    """Serve until interrupted. Returns 1 where the isolation level cannot be had."""
+def serve_sandbox(host: str, port: int, isolation: str, concurrency: int) -> int:
+    """Serve until interrupted. Returns 1 where the isolation level or the address cannot be had, 2 for a bad limit."""
     from slime_retool.sandbox.server import serve
 
-    print(f"sandbox ({policy.isolation}) on http://{host}:{port}/run_code", file=sys.stderr)
     try:
+        policy = SandboxPolicy(isolation, concurrency=concurrency)
+        print(f"sandbox ({isolation}) on http://{host}:{port}/run_code", file=sys.stderr)
         serve(host, port, policy)
-    except SandboxUnavailable as error:
+    except ConfigError as error:
+        print(f"slime-retool sandbox serve: error: {error}", file=sys.stderr)
+        return 2
+    except (SandboxUnavailable, OSError, OverflowError) as error:
         print(f"slime-retool sandbox serve: error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def show(path: Path, *, index: int | None, limit: int, wrong: bool) -> int:
-    """Print samples of a dump, one after the other. Returns 2 when the file does not exist."""
+    """Print samples of a dump, one after the other. Returns 2 for a file that does not exist or is none."""
     if not path.is_file():
         print(f"slime-retool view: error: no such file: {path}", file=sys.stderr)
         return 2
     shown = 0
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
         if not line or shown >= limit:
             continue
-        row = json.loads(line)
-        reward = row["reward"]
-        if isinstance(reward, dict):
-            reward = reward.get("score")
+        try:
+            row = json.loads(line)
+            text = sample_text(row)
+        except (ValueError, LookupError, TypeError):
+            if number == len(lines):  # still being written, or cut off when its run was killed
+                continue
+            print(
+                f"slime-retool view: error: {path}, line {number} is no dumped sample; give a file below "
+                "OUTPUT_DIR/rollouts (--dump-rollouts) or OUTPUT_DIR/eval",
+                file=sys.stderr,
+            )
+            return 2
+        reward = score(row)
         right = isinstance(reward, float | int) and reward > 0
         if (index is not None and row["index"] != index) or (wrong and right):
             continue
         shown += 1
-        head = f"sample {row['index']}  label {row['label']}  reward {reward}  {row['status']}"
-        print(f"{'=' * 80}\n{head}\n{'-' * 80}")
-        prompt = row["prompt"]
-        print(prompt if isinstance(prompt, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in prompt))
-        print(f"{'-' * 80}\n{row['response']}")
+        print(text, flush=True)
     if not shown:
         print("no sample matches")
     return 0
+
+
+def score(row: dict[str, Any]) -> Any:
+    reward = row["reward"]
+    return reward.get("score") if isinstance(reward, dict) else reward
+
+
+def sample_text(row: dict[str, Any]) -> str:
+    """One dumped sample as a page. LookupError or TypeError for an object that is none."""
+    head = f"sample {row['index']}  label {row['label']}  reward {score(row)}  {row['status']}"
+    prompt, response = row["prompt"], row["response"]
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"[{m['role']}] {m.get('content', '')}" for m in prompt)
+    return f"{'=' * 80}\n{head}\n{'-' * 80}\n{prompt}\n{'-' * 80}\n{response}"
 
 
 if __name__ == "__main__":

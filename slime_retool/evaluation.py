@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.config.config import build_parser
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import ConfigError, SlimeRetoolError
@@ -34,7 +35,13 @@ PROG = "slime-retool eval"
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, validate, evaluate, print a table. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    config = _as_evaluation(parse_config(argv, PROG))
+    parser = build_parser(
+        PROG,
+        usage=f"{PROG} --hf-checkpoint DIR --eval-prompt-data NAME FILE [NAME FILE ...] [--FLAG VALUE ...]",
+        description="Measure a checkpoint, or with --eval-endpoint-url a model behind an API, on any number of sets. "
+        "Flags are those of slime_retool.train.",
+    )
+    config = _as_evaluation(parse_config(argv, parser))
     try:
         validate_evaluation(config)
         if config.eval_endpoint_url is None:

@@ -31,7 +31,7 @@ def load_function(path: str, flag: str = "path") -> Callable[..., Any]:
     Raises ConfigError, naming `flag`, when the module or the attribute does not exist or is not callable.
     """
     module_name, _, attribute = path.rpartition(".")
-    if not module_name:
+    if not module_name or module_name.startswith("."):
         raise ConfigError(f"{flag} must be a dotted path such as package.module.function, got {path!r}")
     try:
         module = importlib.import_module(module_name)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -39,7 +40,7 @@ PROG = "slime_retool.train"
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, validate, run. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    config = parse_config(argv, PROG)
+    config = parse_config(argv)
     try:
         resolve_device(config)
         validate(config)
@@ -66,15 +67,15 @@ def _interrupt(signum: int, frame: Any) -> NoReturn:
 
 
 def _flag_lines(config: Config) -> list[str]:
-    """The resolved configuration as flags, one option a line."""
+    """The resolved configuration as flags for a shell, one option a line."""
     lines: list[str] = []
     for token in flags.to_flags(config):
         if token.startswith("--"):
             lines.append(token)
         else:
-            lines[-1] += f" {token!r}" if " " in token else f" {token}"
+            lines[-1] += f" {shlex.quote(token)}"
     for name, values in config.sglang_server_flags.items():
-        lines.append(" ".join([f"--sglang-{name.removeprefix('--')}", *values]))
+        lines.append(shlex.join([f"--sglang-{name.removeprefix('--')}", *values]))
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -313,25 +314,42 @@ def test_an_existing_output_is_only_replaced_when_forced(bf16_checkpoints, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["td"]
 
 
-@pytest.mark.parametrize("occupied", [False, True])
-def test_an_output_may_be_a_link_to_a_folder_elsewhere(occupied, tmp_path):
-    disk = tmp_path / "disk"
-    (disk / "out").mkdir(parents=True)
-    if occupied:
-        (disk / "out" / "old").write_text("x")
-    (tmp_path / "out").symlink_to(disk / "out")
-    with replace_directory(tmp_path / "out", force=occupied) as part:
-        assert part.parent == disk  # where there is room for it
-        (part / "new").write_text("y")
-    assert (tmp_path / "out").is_symlink() and [path.name for path in (disk / "out").iterdir()] == ["new"]
-    assert [path.name for path in disk.iterdir()] == ["out"]
-
-
 def test_a_mount_point_is_refused_before_the_work_is_done(tmp_path, monkeypatch):
     """As in a container with a volume at the output: renaming onto it fails, at the end of a conversion."""
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
-    with pytest.raises(ValueError, match="mount point"), replace_directory(tmp_path, force=False):
+    with pytest.raises(ValueError, match="mount point"), replace_directory(tmp_path, force=False, sources=[]):
         raise AssertionError("begun")
+
+
+def test_what_a_conversion_reads_is_never_replaced(bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints["qwen2"]
+    model = model_args_from_hf(read_hf_config(source))
+    hf, td = tmp_path / "models" / "hf", tmp_path / "models" / "td"
+    shutil.copytree(source, hf)
+    convert_hf_to_torch_dist(model, hf, td, progress=False)
+    before = {path: path.read_bytes() for path in hf.parent.rglob("*") if path.is_file()}
+    (tmp_path / "link").symlink_to(hf)
+    for out in (hf, tmp_path / "models", tmp_path / "link"):
+        with pytest.raises(ValueError, match=f"replacing {out} would delete {hf}, which is read"):
+            convert_hf_to_torch_dist(model, hf, out, force=True, progress=False)
+    for out, lost in ((td, td), (hf, hf), (tmp_path / "models", td)):
+        with pytest.raises(ValueError, match=f"replacing {out} would delete {lost}, which is read"):
+            convert_torch_dist_to_hf(td, out, hf, force=True, progress=False)
+    assert {path: path.read_bytes() for path in hf.parent.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("occupied", [False, True])
+def test_an_output_that_is_a_link_to_another_place_is_written_there(occupied: bool, bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints["qwen2"]
+    model = model_args_from_hf(read_hf_config(source))
+    (tmp_path / "disk" / "td").mkdir(parents=True)
+    (tmp_path / "td").symlink_to(tmp_path / "disk" / "td")
+    if occupied:
+        (tmp_path / "disk" / "td" / "old").touch()
+    convert_hf_to_torch_dist(model, source, tmp_path / "td", force=occupied, progress=False)
+    assert (tmp_path / "td").is_symlink() and [path.name for path in (tmp_path / "disk").iterdir()] == ["td"]
+    names = sorted(path.name for path in (tmp_path / "disk" / "td").iterdir())
+    assert names == ["latest_checkpointed_iteration.txt", "release"]
 
 
 def test_a_failed_conversion_leaves_nothing_behind(bf16_checkpoints, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge import flags
+from slime_retool.cli import main as slime_retool
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.groups import RolloutArgs
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
+from slime_retool.train import _flag_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 HF_CONFIG = {
@@ -195,6 +198,28 @@ BAD = {
     ),
     "a batch that does not divide": ({"--global-batch-size": "5"}, "multiple of --global-batch-size 5"),
     "a batch the ranks cannot share": ({"--actor-num-gpus-per-node": "3"}, "multiple of the 3 data-parallel ranks"),
+    "a batch that no size fits": ({"--actor-num-gpus-per-node": "6"}, "use --rollout-batch-size 3"),
+    "a share that no rank can take": (
+        {"--actor-num-gpus-per-node": "4", "--global-batch-size": "2"},
+        "use --global-batch-size 4",
+    ),
+    "no GPUs for generation": ({"--rollout-num-gpus": "0"}, "--rollout-num-gpus must be at least 1, got 0"),
+    "a negative run": ({"--num-rollout": "-1"}, "--num-rollout must be at least 0, got -1"),
+    "no room for a prompt": ({"--rollout-max-prompt-len": "0"}, "--rollout-max-prompt-len must be at least 1, got 0"),
+    "no room at all": ({"--rollout-max-context-len": "0"}, "--rollout-max-context-len must be at least 1, got 0"),
+    "no samples of an evaluation": ({"--n-samples-per-eval-prompt": "0"}, "must be at least 1, got 0"),
+    "no room to answer in": ({"--eval-max-response-len": "0"}, "--eval-max-response-len must be at least 1, got 0"),
+    "fewer tries than one": ({"--tool-retries": "-1"}, "--tool-retries must be at least 0, got -1"),
+    "an empty schedule": ({"--lr-decay-iters": "0"}, "--lr-decay-iters must be at least 1, got 0"),
+    "growing weights": ({"--weight-decay": "-0.1"}, "--weight-decay must be at least 0, got -0.1"),
+    "chunks without layers": ({"--recompute-num-layers": "0"}, "--recompute-num-layers must be at least 1, got 0"),
+    "output in a file": ({"--output-dir": f"{__file__}/run"}, f"{__file__} is no folder; name another place"),
+    "checkpoints in a file": ({"--save": __file__}, f"--save {__file__}: {__file__} is no folder"),
+    "a critic in a file": (
+        {"--advantage-estimator": "ppo", "--critic-save": f"{__file__}/c"},
+        f"--critic-save {__file__}/c: {__file__} is no folder",
+    ),
+    "a hook by a file's path": ({"--custom-rm-path": "./my_task.reward"}, "--custom-rm-path must be a dotted path"),
     "missing prompt data": ({"--prompt-data": "/nowhere/x.jsonl"}, "no such file: /nowhere/x.jsonl"),
     "missing checkpoint": ({"--hf-checkpoint": "/nowhere/model"}, "no such folder: /nowhere/model"),
     "reference that is no checkpoint": ({"--ref-load": "/tmp"}, "latest_checkpointed_iteration.txt"),
@@ -378,8 +403,89 @@ def test_help_is_grouped_and_complete():
 def test_dry_run_prints_flags_that_parse_to_the_same_configuration(run_args):
     done = train_cli(*argv(run_args | {"--dry-run": None}))
     assert done.returncode == 0, done.stderr
-    tokens = done.stdout.replace("\\\n", " ").split()
-    assert parse_config(tokens[3:]) == checked(run_args | {"--dry-run": None})
+    assert parse_config(shlex.split(done.stdout.replace("\\\n", " "))[3:]) == checked(run_args | {"--dry-run": None})
+
+
+def test_dry_run_prints_what_a_shell_takes_for_the_same_flags(run_args):
+    stops = ["two words", "", "$HOME `x`", "it's", "\n"]
+    config = parse_config([*argv(run_args), "--rollout-stop", *stops, "--sglang-served-model-name", "my model"])
+    printed = " \\\n  ".join(["python -m slime_retool.train", *_flag_lines(config)])
+    script = f"python() {{ printf '%s\\0' \"$@\"; }}; {printed}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    tokens = done.stdout.split("\0")[:-1]
+    assert parse_config(tokens[2:]) == config
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "-1,0", None, "0", "GPU-1,GPU-2"])
+def test_a_gpu_that_the_environment_hides_is_not_used(visible: str | None, run_args, monkeypatch):
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0")]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = parse_config(argv(run_args | {"--device": "auto"}))
+    resolve_device(config)
+    assert config.device == ("cpu" if visible in ("", "-1", "-1,0") else "cuda")
+
+
+def test_a_folder_without_permission_is_refused(run_args, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))  # tests may run as root
+    with pytest.raises(ConfigError, match=f"--save {tmp_path}/a/b: no permission to write in {tmp_path}$"):
+        checked(run_args | {"--save": f"{tmp_path}/a/b"})
+
+
+def test_checkpoints_do_not_take_the_references_place(run_args, tmp_path):
+    (tmp_path / "link").symlink_to(run_args["--ref-load"])
+    for folder in (f"{run_args['--ref-load']}/", f"{tmp_path}/link", f"{tmp_path}/x/../ref"):
+        with pytest.raises(ConfigError, match="is --ref-load: the first checkpoint would take the reference's place"):
+            checked(run_args | {"--save": folder})
+    assert checked(run_args | {"--save": f"{run_args['--ref-load']}/new"}).save
+
+
+def test_an_evaluation_may_have_more_gpus_than_prompts(run_args):
+    more = {"--actor-num-gpus-per-node": "8", "--colocate": None, "--rollout-batch-size": "1", "--num-rollout": "0"}
+    assert checked(run_args | more | {"--debug-rollout-only": None, "--n-samples-per-prompt": "1"}).num_engines == 8
+
+
+def test_the_advice_on_a_batch_is_one_that_passes(run_args):
+    for ranks, changes in ((3, {}), (5, {}), (3, {"--n-samples-per-prompt": "5"}), (8, {"--global-batch-size": "4"})):
+        args = run_args | {"--actor-num-gpus-per-node": str(ranks)} | changes
+        with pytest.raises(ConfigError) as caught:
+            checked(args)
+        advice = re.search(r"use (--\S+) (\d+)$", str(caught.value))
+        assert advice is not None
+        checked(args | {advice[1]: advice[2]})
+
+
+@pytest.mark.parametrize("command", ["eval", "plan"])
+def test_help_of_a_command_shows_how_that_command_is_called(command: str, capsys):
+    with pytest.raises(SystemExit):
+        slime_retool([command, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: slime-retool {command} ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 3", "3 does not divide the 4 GPUs used for generation"),
+        ("--global-batch-size 7", "must be a multiple of --global-batch-size 7"),
+        ("--micro-batch-size 0", "--micro-batch-size must be at least 1, got 0"),
+        ("--n-samples-per-prompt 0", "--n-samples-per-prompt must be at least 1, got 0"),
+        ("--mean-response -5", "--mean-response must be at least 1, got -5"),
+        ("--sglang-mem-fraction-static 2", "--sglang-mem-fraction-static must be between 0 and 1, got 2.0"),
+    ],
+)
+def test_a_plan_refuses_what_the_run_would(wrong: str, expected: str, run_args, capsys):
+    words = ["--hf-checkpoint", str(run_args["--hf-checkpoint"]), "--rollout-batch-size", "4", *wrong.split()]
+    assert slime_retool(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("slime-retool plan: error: ") and expected in error and error.count("\n") == 1
+
+
+def test_a_plan_without_a_model_says_so(capsys):
+    assert slime_retool(["plan", "--rollout-batch-size", "4"]) == 2
+    assert (
+        "no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint" in capsys.readouterr().err
+    )
 
 
 def test_every_flag_is_declared_in_one_group():

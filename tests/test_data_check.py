@@ -53,3 +53,11 @@ def test_bad_rows_and_answers_are_named_and_counted(tmp_path, capsys):
     assert "row 1: its own answer '}{' is not right by dapo" in said and "row 2: the row: needs one of" in said
     code, figures, said = check(capsys, tmp_path / "nowhere.jsonl")
     assert (code, figures) == (2, []) and "does not exist" in said
+
+
+def test_a_folder_without_a_tokenizer_is_named_by_the_flag_in_one_line(tmp_path, capsys):
+    write_rows(tmp_path / "rows.jsonl", [{"problem": "1 + 1", "answer": "2"}])
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert cli.main(["data", "check", str(tmp_path / "rows.jsonl"), "--tokenizer", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"slime-retool data check: error: --tokenizer '{folder}' ") and error.count("\n") == 1

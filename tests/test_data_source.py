@@ -373,3 +373,12 @@ def test_values_of_prompt_data_are_read_as_name_file_slice_and_weight(tmp_path):
 def test_data_sets_that_do_not_go_together_are_refused(values, words):
     with pytest.raises(ConfigError, match=words):
         parse_data_sets(values)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_place_that_cannot_be_written_is_named_in_one_line(name: str, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / name).mkdir()
+    for path in (tmp_path / "file" / name, tmp_path / name):
+        with pytest.raises(ConfigError, match=f"^cannot write {path}: .*$"):
+            write_rows(path, [{"a": 1}])

@@ -23,6 +23,7 @@ def _import(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+compare = _import("compare")
 problems = _import("problems")
 traces = _import("traces")
 
@@ -231,3 +232,38 @@ def test_the_same_seed_writes_the_same_weights_and_tokenizer(checkpoint: Path, t
         assert (tmp_path / "again" / name).read_bytes() == (checkpoint / name).read_bytes()
     other = (tmp_path / "other" / "model.safetensors").read_bytes()
     assert other != (checkpoint / "model.safetensors").read_bytes()
+
+
+def test_stages_of_another_comparison_are_refused_and_of_the_same_one_kept(tmp_path, monkeypatch, capsys):
+    done: list[str] = []
+    monkeypatch.setattr(compare.Comparison, "_stage", lambda self, name, command: _make_folders(self.out, name, done))
+    monkeypatch.setattr(compare.Comparison, "_write_inputs", lambda self, rows: _make_folders(self.out, "data", done))
+    monkeypatch.setattr(compare.Comparison, "_train", lambda self, *words: [])
+    monkeypatch.setattr(compare.Comparison, "_figures", lambda self, name: {})
+    monkeypatch.setattr(compare, "convert_command", lambda out: [])
+    compare.Comparison(tmp_path, 1, compare.SHORT).compare(["grpo"])
+    compare.Comparison(tmp_path, 1, compare.SHORT).compare(["grpo", "ppo"])
+    assert done == ["data", "convert", "sft", "grpo", "ppo"]
+    for seed, size in ((2, compare.SHORT), (1, compare.FULL)):
+        with pytest.raises(SystemExit):
+            compare.Comparison(tmp_path, seed, size).compare(["grpo"])
+        assert f"{tmp_path} holds stages of another comparison" in capsys.readouterr().err
+
+
+def test_the_quickstart_deletes_nothing_but_what_an_earlier_one_wrote(tmp_path, capsys):
+    mine = tmp_path / "mine" / "data" / "rows.jsonl"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("{}")
+    with pytest.raises(SystemExit):
+        compare.Quickstart(tmp_path / "mine", 1, compare.SHORT)._clean()
+    assert mine.exists() and f"{tmp_path}/mine holds files of something else" in capsys.readouterr().err
+    for _ in range(2):
+        compare.Quickstart(tmp_path / "new", 1, compare.SHORT)._clean()
+        assert not (tmp_path / "new" / "data").exists()
+        (tmp_path / "new" / "data").mkdir()
+
+
+def _make_folders(out: Path, stage: str, done: list[str]) -> None:
+    folder = {"convert": "base_torch_dist", "sft": "sft", "data": "data"}.get(stage, f"rl_{stage}")
+    (out / folder).mkdir(parents=True)
+    done.append(stage)

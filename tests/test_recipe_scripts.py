@@ -137,6 +137,12 @@ def test_rl_uses_the_retool_hooks_with_the_published_values(tmp_path):
     assert [name for name, _ in config.eval_sets] == ["aime"] and config.n_samples_per_eval_prompt == 16
 
 
+def test_no_two_recipes_write_their_figures_into_one_folder(tmp_path):
+    folders = {config_of(tmp_path, script).output_dir for script in SCRIPTS}
+    assert len(folders) == len(SCRIPTS)
+    assert config_of(tmp_path, SFT_4B, SAVE_DIR="/my run").output_dir == "/my run/output"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_paths_follow_the_root_variables_even_with_spaces(tmp_path, script):
     config = config_of(tmp_path, script, MODEL_ROOT="/some models", DATA_ROOT="/some data")

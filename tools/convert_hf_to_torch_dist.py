@@ -1,7 +1,7 @@
 """Convert a Hugging Face checkpoint (safetensors) into a Megatron torch_dist checkpoint.
 
     source scripts/models/qwen3-4B.sh
-    python tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint DIR --save OUT
+    python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint DIR --save OUT
 
 Needs no GPU and no torchrun, and holds only a few tensors in memory. OUT can be loaded in any parallel layout.
 """

@@ -4,8 +4,8 @@
 
 Convert and SFT as in `run.py`, then one RL run per algorithm with equal data, seeds and learning rate, each evaluated
 greedily on the same held-out problems before, half-way and after. Stages that have finished are kept: the same command
-goes on where a stopped one was. Prints a table and writes DIR/comparison.{json,md,png}. Exit code 1 when an algorithm
-did not improve (not checked with --short).
+goes on where a stopped one was, and one with another seed or other sizes is refused. Prints a table and writes
+DIR/comparison.{json,md,png}. Exit code 1 when an algorithm did not improve (not checked with --short).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Comparison(Quickstart):
 
     def compare(self, names: list[str]) -> dict[str, Any]:
         self.out.mkdir(parents=True, exist_ok=True)
+        self._check_settings()
         # More problems than one run uses: dynamic sampling drops groups.
         self._once("data", lambda: self._write_inputs(4 * self._rl_rows()))
         self._once("base_torch_dist", lambda: self._stage("convert", convert_command(self.out)))
@@ -56,6 +57,23 @@ class Comparison(Quickstart):
         for name in names:
             self._once(f"rl_{name}", lambda name=name: self._stage(name, self._rl_with(name)))
         return {name: self._figures(name) for name in names}
+
+    def _check_settings(self) -> None:
+        """Finished stages of another seed or other sizes must not pass for this comparison's."""
+        file = self.out / "settings.json"
+        settings = {"seed": self.seed, **asdict(self.size)}
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
+        changed = [
+            f"{name} {before[name]}, now {value}" for name, value in settings.items() if before[name] != value
+        ]
+        if changed:
+            print(
+                f"error: {self.out} holds stages of another comparison ({'; '.join(changed)}); "
+                "give another --output-dir",
+                file=sys.stderr,
+            )
+            raise SystemExit(2)
+        file.write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     def _once(self, folder: str, work: Any) -> None:
         if not (self.out / folder / DONE).exists():

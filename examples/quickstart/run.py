@@ -33,7 +33,8 @@ ROOT = HERE.parents[1]
 RECIPE = HERE.parent / "retool"
 STAGES = ("base", "sft", "rl")
 OWNED = ("base", "base_torch_dist", "base_eval", "data", "sft", "sft_hf", "rl", "summary.json", "curves.png")
-"""What a run writes into its output folder, and therefore may delete from an earlier one."""
+"""What a run writes into its output folder, and deletes there when an earlier run has left its mark."""
+MARK = ".quickstart"
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ class Quickstart:
 
     def _clean(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
+        if any(self.out.iterdir()) and not (self.out / MARK).exists():
+            print(f"error: --output-dir {self.out} holds files of something else; name a new folder", file=sys.stderr)
+            raise SystemExit(2)
+        (self.out / MARK).touch()
         for name in OWNED:
             path = self.out / name
             if path.is_dir():

@@ -43,6 +43,8 @@ length() {
 launch() {
   local group="$1"
   shift
+  # Every run has a folder of its own: figures of SFT and of RL in one metrics.jsonl would pass for one run.
+  local output=(--output-dir "${SAVE_DIR}/output")
   local cluster=(
     --actor-num-nodes "${NUM_NODES}"
     --actor-num-gpus-per-node "${GPUS_PER_NODE}"
@@ -70,6 +72,7 @@ launch() {
   )
   exec "${PYTHON}" -m slime_retool.train \
     ${MODEL_ARGS[@]+"${MODEL_ARGS[@]}"} \
+    "${output[@]}" \
     "${cluster[@]}" \
     "${LENGTH_ARGS[@]}" \
     ${wandb[@]+"${wandb[@]}"} \

@@ -20,7 +20,6 @@ TINY_ARGS=(
   --rollout-batch-size 4
   --rollout-max-prompt-len 128
   --rollout-max-context-len 256
-  --output-dir "${SAVE_DIR}/output"
 )
 if [[ "${TINY_DATA}" == rl.jsonl ]]; then
   TINY_ARGS+=(

@@ -170,20 +170,21 @@ class _TrainParser(flags.OneLineParser):
         return parsed
 
 
-def build_parser(prog: str = "slime_retool.train") -> _TrainParser:
-    """The parser behind `python -m slime_retool.train --help`."""
-    parser = _TrainParser(
-        prog=prog,
-        usage=f"python -m {prog} --hf-checkpoint DIR --prompt-data FILE [--FLAG VALUE ...]",
-        description="Teach a language model to reason with tools: SFT and RL on Megatron-core and SGLang.",
-    )
+def build_parser(
+    prog: str = "slime_retool.train",
+    *,
+    usage: str = "python -m slime_retool.train --hf-checkpoint DIR --prompt-data FILE [--FLAG VALUE ...]",
+    description: str = "Teach a language model to reason with tools: SFT and RL on Megatron-core and SGLang.",
+) -> _TrainParser:
+    """The parser behind `python -m slime_retool.train --help`, and of the commands that take its flags."""
+    parser = _TrainParser(prog=prog, usage=usage, description=description)
     flags.add_flags(parser, Config)
     return parser
 
 
-def parse_config(argv: Sequence[str] | None = None, prog: str = "slime_retool.train") -> Config:
+def parse_config(argv: Sequence[str] | None = None, parser: _TrainParser | None = None) -> Config:
     """Parse flags into a `Config`; exits with code 2 and one line on a mistake. Values are checked by `validate`."""
-    return config_from_namespace(build_parser(prog).parse_args(argv))
+    return config_from_namespace((parser or build_parser()).parse_args(argv))
 
 
 def config_from_namespace(parsed: argparse.Namespace) -> Config:

@@ -16,7 +16,9 @@ def check_engines(config: Config) -> None:
         return
     per_engine = config.rollout_num_gpus_per_engine
     require(per_engine >= 1, f"--rollout-num-gpus-per-engine must be at least 1, got {per_engine}")
-    total = config.rollout_num_gpus or (config.world_size if config.colocate else per_engine)
+    given = config.rollout_num_gpus
+    require(given is None or given >= 1, f"--rollout-num-gpus must be at least 1, got {given}")
+    total = given or (config.world_size if config.colocate else per_engine)
     if total % per_engine:
         raise ConfigError(
             f"--rollout-num-gpus-per-engine {per_engine} does not divide the {total} GPUs used for generation; "

@@ -388,7 +388,10 @@ class PerfArgs:
     recompute_method: str | None = flag(None, choices=("uniform", "block"), help="How layers are chosen for it.")
     recompute_num_layers: int | None = flag(None, help="Layers per recomputed chunk (uniform) or stage (block).")
     recompute_modules: list[str] = flag(
-        [], nargs="+", help="Parts recomputed with granularity selective: core_attn (default), layernorm, mlp."
+        [],
+        nargs="+",
+        choices=("core_attn", "layernorm", "mlp", "moe", "moe_act"),
+        help="Parts recomputed with --recompute-granularity selective; core_attn without the flag.",
     )
     gradient_accumulation_fusion: bool = flag(
         True, help="Transformer Engine adds weight gradients to the fp32 buffer inside its matrix products."

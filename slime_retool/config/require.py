@@ -24,3 +24,12 @@ def require_folder(path: str, flag: str, holds: str) -> None:
     """`path` is a folder with a file `holds`."""
     require(os.path.isdir(path), f"{flag}: no such folder: {path}")
     require(os.path.exists(os.path.join(path, holds)), f"{flag}: {path} has no {holds}")
+
+
+def require_writable(path: str, flag: str) -> None:
+    """`path` is a folder to write in, or can be made one."""
+    nearest = os.path.abspath(path)
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    require(os.path.isdir(nearest), f"{flag} {path}: {nearest} is no folder; name another place")
+    require(os.access(nearest, os.W_OK | os.X_OK), f"{flag} {path}: no permission to write in {nearest}")

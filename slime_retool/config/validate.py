@@ -7,6 +7,7 @@ refusal is a ConfigError of one line: the rule, the value seen, the fix.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from slime_retool.config.config import Config
 from slime_retool.config.engines import check_engines
 from slime_retool.config.groups import LoraArgs
 from slime_retool.config.parallel import check_parallel
-from slime_retool.config.require import require, require_file, require_folder
+from slime_retool.config.require import require, require_file, require_folder, require_writable
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
@@ -33,7 +34,8 @@ def validate(config: Config) -> None:
     _check_model(config)
     check_parallel(config)
     _check_data(config)
-    _check_batches(config)
+    check_batches(config)
+    _check_limits(config)
     check_algorithm(config)
     _check_checkpoints(config)
     _check_lora(config)
@@ -47,10 +49,6 @@ def validate_evaluation(config: Config) -> None:
     """What `slime-retool eval` needs beyond (or, with an endpoint, instead of) `validate`. Raises ConfigError."""
     require(bool(config.eval_prompt_data), "--eval-prompt-data NAME FILE is required: the sets to measure on")
     _check_data(config)
-    require(
-        config.n_samples_per_eval_prompt >= 1,
-        f"--n-samples-per-eval-prompt must be at least 1, got {config.n_samples_per_eval_prompt}",
-    )
     if config.eval_endpoint_url is not None:
         require(
             config.eval_endpoint_url.startswith(("http://", "https://")),
@@ -61,6 +59,7 @@ def validate_evaluation(config: Config) -> None:
             config.eval_endpoint_concurrency >= 1,
             f"--eval-endpoint-concurrency must be at least 1, got {config.eval_endpoint_concurrency}",
         )
+        _check_limits(config)
         _check_hooks(config)
 
 
@@ -99,7 +98,8 @@ def _check_data(config: Config) -> None:
         require(bool(config.eval_sets), "--eval-interval needs --eval-prompt-data NAME FILE")
 
 
-def _check_batches(config: Config) -> None:
+def check_batches(config: Config) -> None:
+    """Sizes of rollouts, steps and micro-batches that fit each other. ConfigError at the first rule that is broken."""
     require(
         config.rollout_batch_size is not None and config.rollout_batch_size >= 1,
         f"--rollout-batch-size is required and at least 1, got {config.rollout_batch_size}",
@@ -107,10 +107,6 @@ def _check_batches(config: Config) -> None:
     require(
         config.n_samples_per_prompt >= 1,
         f"--n-samples-per-prompt must be at least 1, got {config.n_samples_per_prompt}",
-    )
-    require(
-        (config.num_rollout is None) != (config.num_epoch is None),
-        f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
     )
     total, step = config.samples_per_rollout, config.global_batch_size
     if step is not None and (step < 1 or total % step):
@@ -120,10 +116,15 @@ def _check_batches(config: Config) -> None:
             f"the nearest size that divides is {nearest_divisor(total, max(step, 1))}"
         )
     size, dp = step or total, config.data_parallel_size
-    if size % dp:
+    if size % dp and not config.debug_rollout_only:
+        if total % dp:
+            rows = dp // math.gcd(dp, config.n_samples_per_prompt)
+            fix = f"--rollout-batch-size {max(1, round(config.rollout_batch_size / rows)) * rows}"
+        else:
+            fix = f"--global-batch-size {dp * nearest_divisor(total // dp, max(1, round(size / dp)))}"
         raise ConfigError(
             f"a batch of {size} samples (--global-batch-size) must be a multiple of the {dp} data-parallel ranks; "
-            f"use {max(dp, round(size / dp) * dp)}"
+            f"use {fix}"
         )
     if config.use_dynamic_batch_size:
         require(
@@ -136,15 +137,43 @@ def _check_batches(config: Config) -> None:
         over is None or over >= config.rollout_batch_size,
         f"--over-sampling-batch-size must be at least --rollout-batch-size {config.rollout_batch_size}, got {over}",
     )
+    window = config.max_position_embeddings
+    context = config.rollout_max_context_len
+    require(
+        context is None or window is None or context <= window,
+        f"--rollout-max-context-len {context} is longer than the model's {window} positions",
+    )
+
+
+def _check_limits(config: Config) -> None:
+    """Values that are one number with a least one, and where output goes: what an evaluation has as well."""
+    require(
+        (config.num_rollout is None) != (config.num_epoch is None),
+        f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
+    )
     for flag, value in (
+        ("--num-epoch", config.num_epoch),
+        ("--max-sampling-rounds", config.max_sampling_rounds),
+        ("--n-samples-per-eval-prompt", config.n_samples_per_eval_prompt),
+        ("--rollout-max-prompt-len", config.rollout_max_prompt_len),
+        ("--rollout-max-context-len", config.rollout_max_context_len),
         ("--rollout-max-response-len", config.rollout_max_response_len),
+        ("--eval-max-response-len", config.eval_max_response_len),
         ("--max-turns", config.max_turns),
         ("--tool-concurrency", config.tool_concurrency),
         ("--tool-memory-mb", config.tool_memory_mb),
         ("--max-observation-tokens", config.max_observation_tokens),
         ("--sglang-server-concurrency", config.sglang_server_concurrency),
+        ("--sglang-max-total-tokens", config.sglang_max_total_tokens),
     ):
-        require(value >= 1, f"{flag} must be at least 1, got {value}")
+        require(value is None or value >= 1, f"{flag} must be at least 1, got {value}")
+    for flag, value in (
+        ("--num-rollout", config.num_rollout),
+        ("--max-tool-calls", config.max_tool_calls),
+        ("--tool-retries", config.tool_retries),
+        ("--rollout-request-retries", config.rollout_request_retries),
+    ):
+        require(value is None or value >= 0, f"{flag} must be at least 0, got {value}")
     for flag, value in (
         ("--tool-timeout", config.tool_timeout),
         ("--reward-timeout", config.reward_timeout),
@@ -158,12 +187,7 @@ def _check_batches(config: Config) -> None:
         url is None or url.startswith(("http://", "https://")),
         f"--sandbox-url must start with http:// or https://, got {url}",
     )
-    window = config.max_position_embeddings
-    context = config.rollout_max_context_len
-    require(
-        context is None or window is None or context <= window,
-        f"--rollout-max-context-len {context} is longer than the model's {window} positions",
-    )
+    require_writable(config.output_dir, "--output-dir")
 
 
 def _check_checkpoints(config: Config) -> None:
@@ -181,12 +205,24 @@ def _check_checkpoints(config: Config) -> None:
     if config.save_interval is not None:
         require(config.save_interval >= 1, f"--save-interval must be at least 1, got {config.save_interval}")
         require(config.save is not None, "--save-interval needs --save DIR")
+    require(
+        config.save is None or config.ref_load is None or not _same_place(config.save, config.ref_load),
+        f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
+        "name another folder",
+    )
+    for flag, folder in (("--save", config.save), ("--critic-save", config.critic_save), ("--save-hf", config.save_hf)):
+        if folder is not None:
+            require_writable(folder, flag)
     if config.save_hf is not None:
         require(config.save is not None, "--save-hf is written from the last checkpoint: it needs --save DIR")
         require(
             not (os.path.isdir(config.save_hf) and os.listdir(config.save_hf)),
             f"--save-hf: the folder {config.save_hf} is not empty; name a new one",
         )
+
+
+def _same_place(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _check_lora(config: Config) -> None:
@@ -233,8 +269,12 @@ def _check_optimizer(config: Config) -> None:
     )
     for flag, value in (("--adam-beta1", config.adam_beta1), ("--adam-beta2", config.adam_beta2)):
         require(0 <= value < 1, f"{flag} must be in [0, 1), got {value}")
-    check_schedule(config)
     require(config.clip_grad >= 0, f"--clip-grad must be at least 0, got {config.clip_grad}")
+    require(config.weight_decay >= 0, f"--weight-decay must be at least 0, got {config.weight_decay}")
+    require(config.adam_eps > 0, f"--adam-eps must be above 0, got {config.adam_eps}")
+    steps = config.lr_decay_iters
+    require(steps is None or steps >= 1, f"--lr-decay-iters must be at least 1, got {steps}")
+    check_schedule(config)
 
 
 def _check_precision(config: Config) -> None:
@@ -255,6 +295,8 @@ def _check_precision(config: Config) -> None:
             config.recompute_method is not None and config.recompute_num_layers is not None,
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
         )
+    layers = config.recompute_num_layers
+    require(layers is None or layers >= 1, f"--recompute-num-layers must be at least 1, got {layers}")
     require(
         not config.recompute_modules or config.recompute_granularity == "selective",
         f"--recompute-modules {' '.join(config.recompute_modules)} needs --recompute-granularity selective",
@@ -284,8 +326,11 @@ def _check_hooks(config: Config) -> None:
 
 
 def resolve_device(config: Config) -> None:
-    """Turn `--device auto` into cuda or cpu: cuda when this host shows an NVIDIA device and does not hide it."""
+    """Turn `--device auto` into cuda or cpu: cuda when this host shows an NVIDIA device and does not hide it.
+
+    `CUDA_VISIBLE_DEVICES` hides all where it is empty or begins with -1.
+    """
     if config.device == "auto":
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
         present = any(Path("/dev").glob("nvidia[0-9]*"))
         config.device = "cuda" if present and not hidden else "cpu"

@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     failed = False
     try:
-        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer is not None else None
+        tokenizer = load_tokenizer(args.tokenizer, "--tokenizer") if args.tokenizer is not None else None
         for file in args.files:
             report = check_file(file, tokenizer)
             failed = failed or bool(report.failures)

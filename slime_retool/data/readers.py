@@ -41,7 +41,10 @@ def read_rows(path: str | Path) -> list[Row]:
     if not path.is_file():
         raise ConfigError(f"data file {str(path)!r} does not exist; check the path")
     if path.suffix == ".jsonl":
-        rows = _read_jsonl(path)
+        try:
+            rows = _read_jsonl(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
     elif path.suffix == ".parquet":
         rows = _read_parquet(path)
     else:
@@ -56,16 +59,25 @@ def read_rows(path: str | Path) -> list[Row]:
 def write_rows(path: str | Path, rows: Iterable[Row]) -> int:
     """Write rows as .jsonl or .parquet (by extension), making missing folders; returns how many were written.
 
-    Raises ConfigError for another extension, DataError for values that parquet cannot hold.
+    Raises ConfigError for another extension and where nothing can be written, DataError for values that parquet cannot
+    hold.
     """
     path = Path(path)
     rows = list(rows)
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"output file {str(path)!r} must end in .jsonl or .parquet")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, rows)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    return len(rows)
+
+
+def _write(path: Path, rows: list[Row]) -> None:
     if path.suffix == ".jsonl":
         path.write_bytes(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
-        return len(rows)
+        return
     import pyarrow
     import pyarrow.parquet
 
@@ -75,7 +87,6 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> int:
         pyarrow.parquet.write_table(table, path)
     except (pyarrow.ArrowException, TypeError) as error:
         raise DataError(f"parquet cannot hold these rows ({error}); write .jsonl instead") from error
-    return len(rows)
 
 
 def parse_json(value: Any, where: str) -> Any:

@@ -19,19 +19,20 @@ from slime_retool.types import Message, ToolSchema
 _MARK = "QzMarkedHereXv"
 
 
-def load_tokenizer(path: str | Path) -> Any:
-    """The transformers tokenizer in a local checkpoint folder; nothing is downloaded.
+def load_tokenizer(path: str | Path, flag: str = "--hf-checkpoint") -> Any:
+    """The transformers tokenizer in a local checkpoint folder, which `flag` named; nothing is downloaded.
 
     Raises ConfigError when the folder or its tokenizer is missing, or when it has no chat template.
     """
     if not Path(path).is_dir():
-        raise ConfigError(f"--hf-checkpoint {str(path)!r} is not a folder; give a local Hugging Face checkpoint")
+        raise ConfigError(f"{flag} {str(path)!r} is not a folder; give a local Hugging Face checkpoint")
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--hf-checkpoint {str(path)!r} has no tokenizer that loads: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{flag} {str(path)!r} has no tokenizer that loads: {reason}") from error
     if not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer in {str(path)!r} has no chat template; use an instruct model's, or add chat_template.jinja"

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs, check_model
 from slime_retool.config.config import Config, build_parser, config_from_namespace
+from slime_retool.config.engines import check_engines
+from slime_retool.config.parallel import check_parallel
+from slime_retool.config.require import require
+from slime_retool.config.validate import check_batches
 from slime_retool.planning.cards import CARDS
 from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.planning.plan import make_plan
@@ -20,9 +24,11 @@ PROG = "slime-retool plan"
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan. Returns 0 when the run fits, 1 when it does not, 2 for flags that cannot be planned."""
-    parser = build_parser(PROG)
-    parser.usage = f"{PROG} [--card NAME] [--mean-prompt N] [--mean-response N] [--json] FLAGS of slime_retool.train"
-    parser.description = "Memory and time of a run from its flags alone: no GPU, no checkpoint, no data is touched."
+    parser = build_parser(
+        PROG,
+        usage=f"{PROG} [--card NAME] [--mean-prompt N] [--mean-response N] [--json] FLAGS of slime_retool.train",
+        description="Memory and time of a run from its flags alone: no GPU, no checkpoint, no data is touched.",
+    )
     group = parser.add_argument_group("Plan")
     group.add_argument("--card", choices=sorted(CARDS), default="h100", help="kind of GPU (default: %(default)s)")
     group.add_argument("--mean-prompt", type=int, default=256, help="mean tokens of a prompt (default: %(default)s)")
@@ -33,8 +39,12 @@ def main(argv: Sequence[str]) -> int:
     parsed = parser.parse_args(argv)
     config = config_from_namespace(parsed)
     card = CARDS[parsed.card]
-    mean_response = parsed.mean_response or max(1, config.rollout_max_response_len // 2)
+    mean_response = parsed.mean_response
+    if mean_response is None:
+        mean_response = max(1, config.rollout_max_response_len // 2)
     try:
+        for flag, mean in (("--mean-prompt", parsed.mean_prompt), ("--mean-response", mean_response)):
+            require(mean >= 1, f"{flag} must be at least 1, got {mean}")
         _complete(config)
         lengths = {"mean_prompt": parsed.mean_prompt, "mean_response": mean_response}
         plan = make_plan(config, card, **lengths)
@@ -57,6 +67,9 @@ def _complete(config: Config) -> None:
     if given == ModelArgs() and config.hf_checkpoint is not None:
         for name, value in dataclasses.asdict(model_args_from_hf(read_hf_config(config.hf_checkpoint))).items():
             setattr(config, name, value)
+    elif given == ModelArgs():
+        raise ValueError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
     check_model(config)
-    if config.rollout_batch_size is None:
-        raise ValueError("--rollout-batch-size is missing: the plan counts the tokens of one rollout")
+    check_parallel(config)
+    check_batches(config)
+    check_engines(config)

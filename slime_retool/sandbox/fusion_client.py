@@ -1,4 +1,4 @@
-"""`run` against a SandboxFusion deployment, or `slime_retool.sandbox.server`, instead of a jail on this machine."""
+"""`run` against a SandboxFusion deployment, or `slime-retool sandbox serve`, instead of a jail on this machine."""
 
 from __future__ import annotations
 

@@ -139,7 +139,3 @@ def to_response(result: Result) -> dict[str, Any]:
         "executor_pod_name": f"{socket.gethostname()}:{os.getpid()}",
         "files": {name: base64.b64encode(data).decode() for name, data in result.files.items()},
     }
-
-
-if __name__ == "__main__":
-    serve()

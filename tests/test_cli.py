@@ -1,0 +1,110 @@
+"""`slime-retool view` and `slime-retool sandbox serve`: what a user meets when something is not as expected."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_retool.cli import main
+from slime_retool.rollout.dump import dump_samples
+from slime_retool.types import Sample, SampleStatus
+
+
+def dump(path: Path, count: int = 3) -> Path:
+    prompt = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "tool_calls": []}]
+    status = SampleStatus.COMPLETED
+    samples = [Sample(prompt, "2", index=i, response=f"r{i}", reward=float(i - 1), status=status) for i in range(count)]
+    dump_samples(path, [(sample, {}) for sample in samples])
+    return path
+
+
+def test_view_shows_samples_and_only_wrong_ones_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = str(dump(tmp_path / "rollout.jsonl"))
+    assert main(["view", file]) == 0
+    assert [line for line in capsys.readouterr().out.split("\n") if line.startswith("r")] == ["r0", "r1", "r2"]
+    assert main(["view", file, "--wrong"]) == 0
+    assert [line for line in capsys.readouterr().out.split("\n") if line.startswith("r")] == ["r0", "r1"]
+
+
+def test_view_leaves_out_a_last_line_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = dump(tmp_path / "rollout.jsonl")
+    file.write_bytes(file.read_bytes()[:-30])
+    assert main(["view", str(file)]) == 0
+    assert "sample 1" in (out := capsys.readouterr().out) and "sample 2" not in out
+
+
+@pytest.mark.parametrize("text", ['{"step": 1}\n', '{\n "a": 1\n}\n', "[1]\n", "no JSON\n"])
+def test_view_names_the_line_of_a_file_that_holds_no_samples(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert main(["view", str(tmp_path / "metrics.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/metrics.jsonl, line 1 is no dumped sample" in error and error.count("\n") == 1
+
+
+def test_view_ends_quietly_when_its_reader_does(tmp_path: Path):
+    file = dump(tmp_path / "rollout.jsonl", 2000)
+    viewer = subprocess.Popen(
+        [sys.executable, "-m", "slime_retool.cli", "view", str(file), "--limit", "2000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert viewer.stdout is not None and viewer.stderr is not None
+    viewer.stdout.readline()
+    viewer.stdout.close()
+    assert viewer.stderr.read() == "" and viewer.wait() == 0
+
+
+def test_sandbox_serve_says_in_one_line_that_its_port_is_taken(capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["sandbox", "serve", "--port", str(port), "--isolation", "none"]) == 1
+    assert "slime-retool sandbox serve: error: " in (error := capsys.readouterr().err) and str(port) in error
+    assert "Traceback" not in error
+
+
+def test_sandbox_serve_refuses_a_limit_that_cannot_work(capsys: pytest.CaptureFixture[str]):
+    assert main(["sandbox", "serve", "--concurrency", "0"]) == 2
+    assert "sandbox concurrency must be above 0, got 0" in capsys.readouterr().err
+
+
+def test_a_hook_is_found_in_the_folder_where_the_command_is_given(tmp_path: Path):
+    """As with `python -m slime_retool.train`, although an installed command's path begins with its own folder."""
+    (tmp_path / "my_task.py").write_text("def reward_func(args, sample, **kwargs):\n    return 1.0\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "q", "label": "1"}\n')
+    script = tmp_path / "bin" / "slime-retool"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom slime_retool.cli import main\nsys.exit(main())\n")
+    words = f"eval --eval-prompt-data a {rows} --eval-endpoint-url http://127.0.0.1:1 --eval-endpoint-model m"
+    hook = ["--custom-rm-path", "my_task.reward_function"]
+    done = subprocess.run(
+        [sys.executable, str(script), *words.split(), *hook],
+        cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[1])}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        2,
+        "slime-retool eval: error: --custom-rm-path 'my_task.reward_function': module 'my_task' has no function "
+        "'reward_function'\n",
+    )
+
+
+@pytest.mark.parametrize("version", ["3.9", "3.14"])
+def test_make_names_the_supported_versions_before_it_installs_anything(version: str, tmp_path: Path):
+    python = tmp_path / "python"
+    major, minor = version.split(".")
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = ({major}, {minor}, 1); $2"\n'
+    )
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "install", f"PYTHON={python}", f"VENV={tmp_path}/venv"],
+        cwd=Path(__file__).parents[1], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and not (tmp_path / "venv").exists()
+    assert done.stderr.startswith(f"{python} is Python {version}, 3.10 to 3.13 are supported: pass PYTHON=")
