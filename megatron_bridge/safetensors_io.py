@@ -50,7 +50,10 @@ class SafetensorsCheckpoint:
     def _find_files(self) -> list[str]:
         index = self.directory / INDEX_FILE
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            try:
+                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ValueError(f"{index} is damaged: it has no weight_map; download it again") from None
         else:
             files = sorted(path.name for path in self.directory.glob("*.safetensors"))
         if not files:

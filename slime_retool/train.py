@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from megatron_bridge import flags
 from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import ConfigError, DataError, RolloutError, SlimeRetoolError
 from slime_retool.observe.memory import GIB, host_bytes
@@ -97,6 +98,7 @@ def run(config: Config, check: ServerFlagCheck) -> None:
                 if config.num_rollout is None:
                     assert config.num_epoch is not None and config.rollout_batch_size is not None
                     config.num_rollout = math.ceil(config.num_epoch * rollout.num_rows / config.rollout_batch_size)
+                    check_schedule(config)
                 check.wait()
                 Loop(config, cluster, rollout, metrics).run()
     finally:

@@ -15,8 +15,9 @@ from bridge_models import KINDS, save_tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from megatron_bridge import torch_dist_io
 from megatron_bridge.checkpoint import latest_iteration, resolve_checkpoint_dir
-from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
+from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf, replace_directory
 from megatron_bridge.flags import to_flags
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.layout import from_hf, megatron_shape, merge_tp, split_tp, to_hf
@@ -70,6 +71,23 @@ def test_a_converted_checkpoint_is_laid_out_as_megatron_does(bf16_checkpoints, t
     embedding = reader.read("embedding.word_embeddings.weight")
     assert embedding.shape == (128, 32) and not embedding[101:].any()
     assert torch.equal(embedding[:101], hf["model.embed_tokens.weight"])
+
+
+def test_an_expert_is_found_without_a_look_at_all_others(bf16_checkpoints, tmp_path, monkeypatch):
+    """Torch goes through every chunk that it is given: for a stack of n experts that would be n^2 in all."""
+    source = bf16_checkpoints["qwen3_moe"]
+    model = model_args_from_hf(read_hf_config(source))
+    reader = TorchDistReader(convert_hf_to_torch_dist(model, source, tmp_path / "td", progress=False))
+    given: list[int] = []
+    search = torch_dist_io.create_read_items_for_chunk_list
+    monkeypatch.setattr(
+        torch_dist_io,
+        "create_read_items_for_chunk_list",
+        lambda key, stored, wanted: given.append(len(stored.chunks)) or search(key, stored, wanted),
+    )
+    for name in megatron_names(model):
+        reader.read(name)
+    assert len(given) == len(megatron_names(model)) and set(given) == {1}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -296,6 +314,13 @@ def test_an_existing_output_is_only_replaced_when_forced(bf16_checkpoints, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["td"]
 
 
+def test_a_mount_point_is_refused_before_the_work_is_done(tmp_path, monkeypatch):
+    """As in a container with a volume at the output: renaming onto it fails, at the end of a conversion."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(ValueError, match="mount point"), replace_directory(tmp_path, force=False, sources=[]):
+        raise AssertionError("begun")
+
+
 def test_what_a_conversion_reads_is_never_replaced(bf16_checkpoints, tmp_path):
     source = bf16_checkpoints["qwen2"]
     model = model_args_from_hf(read_hf_config(source))
@@ -339,6 +364,28 @@ def test_a_failed_conversion_leaves_nothing_behind(bf16_checkpoints, tmp_path):
     with pytest.raises(Exception, match="ends before tensor"):
         convert_hf_to_torch_dist(model, damaged, tmp_path / "td", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_a_damaged_index_is_named(content, bf16_checkpoints, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text((bf16_checkpoints["llama"] / "config.json").read_text())
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(content)
+    model = model_args_from_hf(read_hf_config(tmp_path / "hf"))
+    with pytest.raises(ValueError, match="model.safetensors.index.json is damaged"):
+        convert_hf_to_torch_dist(model, tmp_path / "hf", tmp_path / "td", progress=False)
+
+
+@pytest.mark.parametrize(("file", "keep"), [(".metadata", 0), (".metadata", 100), ("__0_0.distcp", 0)])
+def test_a_damaged_torch_dist_checkpoint_is_named(file, keep, bf16_checkpoints, tmp_path):
+    """As what an interrupted copy leaves: files of their full length whose end is zeros."""
+    source = bf16_checkpoints["llama"]
+    model = model_args_from_hf(read_hf_config(source))
+    path = convert_hf_to_torch_dist(model, source, tmp_path / "td", progress=False) / file
+    content = path.read_bytes()
+    path.write_bytes(content[:keep] + bytes(len(content) - keep))
+    with pytest.raises(ValueError, match=f"{file} is (incomplete|damaged)"):
+        convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", source, progress=False)
 
 
 def test_a_tied_checkpoint_may_hold_its_head_if_it_equals_the_embedding(bf16_checkpoints, tmp_path):

@@ -16,6 +16,7 @@ from megatron_bridge import flags
 from slime_retool.cli import main as slime_retool
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.groups import RolloutArgs
+from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
 from slime_retool.train import _flag_lines
 
@@ -297,6 +298,14 @@ BAD = {
     "SFT without its rollout": ({"--loss-type": "sft_loss"}, "sft_rollout"),
     "context beyond the model": ({"--rollout-max-context-len": "9999"}, "512 positions"),
     "two warm-ups": ({"--lr-warmup-iters": "3", "--lr-warmup-fraction": "0.1"}, "one of --lr-warmup"),
+    "a warm-up longer than the run": (
+        {"--lr-decay-style": "cosine", "--lr-warmup-iters": "2"},
+        "2 warm-up steps leave nothing of a schedule of 2; lower --lr-warmup-iters",
+    ),
+    "a critic's warm-up longer than the run": (
+        {"--advantage-estimator": "ppo", "--lr-decay-style": "linear", "--critic-lr-warmup-iters": "5"},
+        "lower --critic-lr-warmup-iters",
+    ),
     "engines that do not divide": (
         {"--rollout-num-gpus": "3", "--rollout-num-gpus-per-engine": "2"},
         "does not divide the 3 GPUs",
@@ -341,6 +350,17 @@ def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folde
     config = checked(args | {"--advantage-estimator": "ppo", "--critic-num-gpus-per-node": "2"})
     assert (config.critic_save, config.critic_load) == ("/tmp/x/critic", "/tmp/y/critic")
     assert config.uses_critic and config.critic_world_size == 2
+
+
+def test_a_schedule_over_epochs_is_checked_once_their_length_is_known(run_args):
+    args = {**run_args, "--num-epoch": "3", "--lr-decay-style": "cosine", "--lr-warmup-iters": "9"}
+    del args["--num-rollout"]
+    config = checked(args)
+    config.num_rollout = 10
+    check_schedule(config)
+    config.num_rollout = 9
+    with pytest.raises(ConfigError, match="schedule of 9"):
+        check_schedule(config)
 
 
 def test_sampling_from_a_cut_distribution_is_warned_about(run_args, caplog):

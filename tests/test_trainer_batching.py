@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,30 @@ def test_dynamic_schedule_needs_at_most_twice_the_fewest_micro_batches(
     fewest = sum(n >= max_tokens for n in lengths) + -(-sum(n for n in lengths if n < max_tokens) // max_tokens)
     per_rank = len(schedule(lengths, dp_size, max_tokens=max_tokens)[0])
     assert per_rank <= max(1, -(-2 * fewest // dp_size))
+
+
+class Counted(int):
+    """A length that counts how often it is compared."""
+
+    comparisons = 0
+
+    def _count(name: str) -> Any:  # type: ignore[misc]
+        def compare(self: Counted, other: int) -> bool:
+            Counted.comparisons += 1
+            return getattr(int, name)(self, other)
+
+        return compare
+
+    __lt__, __le__, __gt__, __ge__, __eq__ = map(_count, ("__lt__", "__le__", "__gt__", "__ge__", "__eq__"))
+    __hash__ = int.__hash__
+
+
+def test_the_schedule_of_many_samples_does_not_compare_each_with_every_other() -> None:
+    rng = random.Random(0)
+    lengths = [Counted(rng.randint(200, 16384)) for _ in range(4000)]
+    Counted.comparisons = 0
+    schedule(lengths, 8, max_tokens=16384)
+    assert Counted.comparisons < 40 * len(lengths)  # log2(4000) = 12; a pair each would be 8 million
 
 
 def test_equal_lengths_are_shared_out_evenly() -> None:

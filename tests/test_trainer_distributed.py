@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from dist_utils import run_distributed
 from trainer_utils import VOCAB_SIZE, gradients, make_trainer, random_samples, sharpen, tiny_config, weights
 
+from slime_retool.trainer import checkpoint
 from slime_retool.types import RolloutBatch, TrainSample
 
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.02}
@@ -36,6 +39,11 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "pairs": {"use_dynamic_batch_size": False, "micro_batch_size": 2},
     "all_in_one": {"max_tokens_per_gpu": 1000},
 }
+DAMAGED = [("no common.pt", "common.pt", None)] + [
+    (f"{what} {file}", file, size)
+    for file in (".metadata", "common.pt", "rng.pt", "trainer_state.json")
+    for what, size in (("empty", 0), ("half of", 60))
+]
 METRICS = ("loss", "pg_loss", "clip_fraction", "ppo_kl", "kl_loss", "entropy", "logprob_abs_diff", "grad_norm")
 
 
@@ -83,10 +91,14 @@ def _one_process(rank: int, world_size: int, root: str) -> dict[str, Any]:
     out["reversed"] = _measure(rank, world_size, _rl_config(root, True), shuffled)
     out["per_token"] = _measure(rank, world_size, _rl_config(root, True, calculate_per_token_loss=True))
     out["two_samples"] = _measure(rank, world_size, _rl_config(root, True), random_samples(2, seed=5)[:1])
+    constant = _rl_config(root, True, loss_constant_length=1000)
+    out["constant_length"] = _measure(rank, world_size, constant)
     nothing = [dataclasses.replace(s, loss_mask=[0] * s.length) for s in random_samples()]
     out["no_learned_token"] = _measure(rank, world_size, _rl_config(root, True), nothing)
     out["adam"] = _adam(rank, world_size, root)
     out["resume"] = _resume(rank, world_size, root)
+    out["skipped"] = _skipped(rank, world_size, root)
+    out["killed"] = _killed(rank, world_size, root)
     out["errors"] = _errors(rank, world_size, root)
     out["steps"] = _measure(
         rank, world_size, _rl_config(root, True, use_rollout_logprobs=False, global_batch_size=2), rollouts=2
@@ -157,6 +169,54 @@ def _resume(rank: int, world_size: int, root: str) -> dict[str, Any]:
     return result
 
 
+def _skipped(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """One step whose gradient is not finite, a save, a new trainer, and a good step in both."""
+    config = _rl_config(root, True, load=f"{root}/skipped", save=f"{root}/skipped", loss_type="sft_loss")
+    trainer = make_trainer(rank, world_size, config)
+    trainer.load()
+    loss = trainer.actor.loss
+
+    def broken(batch: Any, output: Any) -> Any:
+        result = loss(batch, output)
+        return dataclasses.replace(result, loss=result.loss * float("nan"))
+
+    trainer.actor.loss = broken
+    skipped = trainer.train(RolloutBatch(random_samples()), 0)["train/skipped_steps"]
+    trainer.save(0, {})
+    trainer.actor.loss = loss
+    trainer.train(RolloutBatch(random_samples()), 1)
+    straight = weights(trainer)
+    trainer.shutdown()
+    trainer = make_trainer(rank, world_size, config)
+    next_rollout, _ = trainer.load()
+    trainer.train(RolloutBatch(random_samples()), next_rollout)
+    result = {"skipped": skipped, "next": next_rollout, "straight": straight, "resumed": weights(trainer)}
+    trainer.shutdown()
+    return result
+
+
+def _killed(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """A second run into the folder of a first is killed while it deletes what it replaces."""
+    config = _rl_config(root, True, load=f"{root}/killed", save=f"{root}/killed")
+    trainer = make_trainer(rank, world_size, config)
+    trainer.load()
+    trainer.save(4, {"run": 1})
+
+    def killed(path: Path, **_: Any) -> None:
+        if Path(path).exists():
+            (Path(path) / ".metadata").unlink()
+            raise KeyboardInterrupt
+
+    with mock.patch.object(checkpoint.shutil, "rmtree", killed), pytest.raises(KeyboardInterrupt):
+        trainer.save(4, {"run": 2})
+    trainer.shutdown()
+    trainer = make_trainer(rank, world_size, config)
+    found = trainer.load()
+    trainer.save(5, {})
+    trainer.shutdown()
+    return {"found": found, "left": sorted(path.name for path in Path(f"{root}/killed").iterdir())}
+
+
 def _errors(rank: int, world_size: int, root: str) -> dict[str, str]:
     """Messages of loads that must be refused."""
     empty, headless = Path(root) / "empty", Path(root) / "headless"
@@ -173,6 +233,14 @@ def _errors(rank: int, world_size: int, root: str) -> dict[str, str]:
         "untied": dataclasses.replace(_rl_config(root, True), untie_embeddings_and_output_weights=True),
         "vocabulary": _rl_config(root, True, vocab_size=500),
     }
+    for name, file, size in DAMAGED:
+        copy = Path(root) / name
+        shutil.copytree(f"{root}/tied", copy)
+        path = copy / "iter_0000002" / file
+        if file == "common.pt" and not path.exists():
+            path = path.with_name("metadata.json")  # megatron-core 0.19 keeps the common state among the tensors
+        path.unlink() if size is None else path.write_bytes(path.read_bytes()[:size])
+        cases[name] = _rl_config(root, True, load=str(copy))
     messages = {}
     for name, config in cases.items():
         trainer = make_trainer(rank, world_size, config)
@@ -329,6 +397,18 @@ def test_per_token_mean_weights_samples_by_their_learned_tokens(one: dict[str, A
     assert abs(metrics[0]["train/loss"] - metrics[1]["train/loss"]) > 1e-3
 
 
+def test_a_constant_length_scales_the_loss_and_no_mean_over_tokens(one: dict[str, Any]) -> None:
+    """All tokens weigh the same, as in the token mean, but their weights are 1 / (1000 samples) each."""
+    got, want = one["constant_length"]["metrics"][0], one["per_token"]["metrics"][0]
+    samples = random_samples()
+    scale = sum(s.num_loss_tokens for s in samples) / (1000 * sum(s.num_loss_tokens > 0 for s in samples))
+    assert want["train/clip_fraction"] > 0.1
+    for name in ("clip_fraction", "ppo_kl", "entropy"):
+        assert got[f"train/{name}"] == pytest.approx(want[f"train/{name}"], rel=1e-5), name
+    for name in ("loss", "pg_loss", "kl_loss"):
+        assert got[f"train/{name}"] == pytest.approx(scale * want[f"train/{name}"], rel=1e-4), name
+
+
 def test_a_batch_without_learned_tokens_has_loss_zero_and_no_gradient(one: dict[str, Any]) -> None:
     result = one["no_learned_token"]
     assert result["metrics"][0]["train/loss"] == 0.0 and result["metrics"][0]["train/grad_norm"] == 0.0
@@ -371,6 +451,18 @@ def test_a_broken_save_is_replaced_and_nothing_is_left_over(one: dict[str, Any])
     assert one["resume"]["saved_again"] == ["iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"]
 
 
+def test_a_save_that_is_killed_while_it_deletes_leaves_a_whole_checkpoint(one: dict[str, Any]) -> None:
+    assert one["killed"]["found"] == (5, {"run": 2})
+    assert one["killed"]["left"] == ["iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_run_whose_steps_were_all_skipped_resumes(one: dict[str, Any]) -> None:
+    """Adam has no state then, although the schedule has moved on."""
+    result = one["skipped"]
+    assert (result["skipped"], result["next"]) == (1.0, 1)
+    assert all(torch.equal(result["resumed"][name], value) for name, value in result["straight"].items())
+
+
 def test_extra_state_lies_in_the_checkpoint_as_json(one: dict[str, Any], root: str) -> None:
     state = json.loads((Path(root) / "tied" / "iter_0000002" / "trainer_state.json").read_text())
     assert state["extra"] == {"epoch": 1, "order": [3, 1, 2]} and state["scheduler_steps"] == 3
@@ -395,6 +487,7 @@ def test_optimizer_state_moves_to_another_layout(one: dict[str, Any], two: list[
         ("deeper", "CheckpointError: "),
         ("untied", "CheckpointError: "),
         ("vocabulary", "CheckpointError: "),
+        *((name, "CheckpointError: .*iter_0000002") for name, _, _ in DAMAGED),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(one: dict[str, Any], case: str, words: str) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from trainer_utils import tiny_config
 
+from slime_retool.config.schedule import schedule_steps
 from slime_retool.errors import ConfigError
-from slime_retool.trainer.optimizer import build_scheduler, schedule_steps
+from slime_retool.trainer.critic import critic_config
+from slime_retool.trainer.optimizer import build_scheduler
 
 LR, MIN_LR = 3e-4, 1e-5
 
@@ -55,6 +57,13 @@ def test_length_of_the_schedule_is_the_run_and_warmup_may_be_a_share_of_it() -> 
         num_rollout=10, rollout_batch_size=8, global_batch_size=4, lr_decay_style="cosine", lr_warmup_fraction=0.1
     )
     assert schedule_steps(config) == (2, 20)
+
+
+def test_the_actors_decay_leaves_out_the_critics_warm_up_and_ends_with_the_run() -> None:
+    options = {"num_rollout": 10, "num_critic_only_steps": 4, "rollout_batch_size": 8, "global_batch_size": 4}
+    config = tiny_config(**options, advantage_estimator="ppo", lr_decay_style="cosine", lr_warmup_fraction=0.5)
+    assert schedule_steps(config) == (6, 12)
+    assert schedule_steps(critic_config(config)) == (0, 20)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ import pytest
 import torch
 from dist_utils import run_distributed
 from sglang_utils import engine_config, make_tiny_checkpoint
-from trainer_utils import make_trainer, random_samples, tiny_config
+from trainer_utils import VOCAB_SIZE, make_trainer, random_samples, tiny_config
 
 from slime_retool.config import Config
 from slime_retool.engine.server import EngineProcess
-from slime_retool.trainer.weight_sync import broadcast
+from slime_retool.trainer.weight_sync import broadcast, disk
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
+from slime_retool.trainer.weight_sync.disk import DiskTransport
 from slime_retool.trainer.weight_sync.ipc import SharedBuffer, payload
 from slime_retool.trainer.weight_sync.transport import Peers
 from slime_retool.types import RolloutBatch
@@ -102,6 +103,23 @@ def test_a_payload_names_only_what_sglang_loads_and_opens_the_same_memory(dtype:
         next(buckets(tensors, [shared.data]))
         del flat, opened
     assert all(name.startswith(("torch.", "types.")) for name in found)
+
+
+def test_files_go_to_memory_only_where_the_whole_model_fits_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part of it this rank holds: with expert parallelism a small one."""
+    config = tiny_config(
+        num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, expert_model_parallel_size=4,
+        actor_num_gpus_per_node=4, output_dir=str(tmp_path),
+    )  # fmt: skip
+    trainer = SimpleNamespace(config=config, actor=SimpleNamespace(dtype=torch.float32), module=torch.nn.Linear(2, 2))
+    transport = DiskTransport(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+    experts, rest = 3 * 4 * 24 * 32, 2 * 32 + 4 * 32 + (32 + 2 * 16 + 32) * 32 + 2 * 8
+    whole = 4 * (VOCAB_SIZE * 32 + 32 + 2 * (experts + rest))
+    for free, root in ((2 * whole + 2**14, "/dev/shm"), (2 * whole - 2**14, str(tmp_path))):
+        monkeypatch.setattr(disk.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        assert transport._root() == root
 
 
 class _Recorder(BaseHTTPRequestHandler):

@@ -92,7 +92,9 @@ class CheckpointArgs:
     save_hf: str | None = flag(
         None, metavar="DIR", help="At the end also write the weights here in Hugging Face's format."
     )
-    no_save_optim: bool = flag(False, help="Leave the optimizer out of saved checkpoints: smaller, cannot resume.")
+    no_save_optim: bool = flag(
+        False, help="Leave the optimizer out of saved checkpoints: smaller; a run resumed from one starts Adam anew."
+    )
 
 
 @dataclass

@@ -20,6 +20,7 @@ from slime_retool.config.engines import check_engines
 from slime_retool.config.groups import LoraArgs
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.require import require, require_file, require_folder, require_writable
+from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
 from slime_retool.plugins import load_function
 
@@ -274,6 +275,7 @@ def _check_optimizer(config: Config) -> None:
     require(config.adam_eps > 0, f"--adam-eps must be above 0, got {config.adam_eps}")
     steps = config.lr_decay_iters
     require(steps is None or steps >= 1, f"--lr-decay-iters must be at least 1, got {steps}")
+    check_schedule(config)
 
 
 def check_precision(config: Config) -> None:

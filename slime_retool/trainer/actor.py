@@ -27,6 +27,7 @@ class Actor(ModelRole):
     metric_names = (
         "loss", "pg_loss", "clip_fraction", "ppo_kl", "kl_loss", "entropy", "distill_loss", "reverse_kl",
     )  # fmt: skip
+    mean_names = ("clip_fraction", "ppo_kl", "entropy", "reverse_kl")
 
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, device=device, dtype=dtype)

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 
@@ -51,7 +52,7 @@ def schedule(
         per_rank = max(1, -(-len(lengths) // (dp_size * samples_per_micro_batch)))
         bins = _balanced_bins(lengths, dp_size * per_rank, max_samples=samples_per_micro_batch)
     else:
-        fitted = _first_fit(lengths, limit)
+        fitted = _best_fit(lengths, limit)
         per_rank = max(1, -(-len(fitted) // dp_size))
         bins = _balanced_bins(lengths, dp_size * per_rank)
         if not all(len(b) <= 1 or sum(lengths[i] for i in b) <= limit for b in bins):
@@ -63,19 +64,19 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
-    """First-fit decreasing: few bins of at most `max_tokens`; a longer sample gets a bin of its own."""
+def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
+    """Best-fit decreasing: few bins of at most `max_tokens`; a longer sample gets a bin of its own."""
     bins: list[MicroBatch] = []
-    room: list[int] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, bin), the fullest first
     for index in _longest_first(lengths):
-        for b, left in enumerate(room):
-            if lengths[index] <= left:
-                bins[b].append(index)
-                room[b] -= lengths[index]
-                break
+        tightest = bisect.bisect_left(rooms, (lengths[index], 0))
+        if tightest < len(rooms):
+            left, b = rooms.pop(tightest)
         else:
-            bins.append([index])
-            room.append(max_tokens - lengths[index])
+            left, b = max_tokens, len(bins)
+            bins.append([])
+        bins[b].append(index)
+        bisect.insort(rooms, (left - lengths[index], b))
     return bins
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -72,24 +73,23 @@ def save(
 ) -> None:  # fmt: skip
     """Write SAVE/iter_{rollout_id}. Collective. A crash at any moment leaves the previous checkpoint in force.
 
-    With `lora` only the adapters are written.
+    Give no `optimizer` before its first step: Adam has no state then. With `lora` only the adapters are written.
     """
     from megatron.core import dist_checkpointing
 
     final = Path(root) / checkpoint_name(rollout_id)
-    part = final.with_name(final.name + ".part")
-    with_optimizer = optimizer is not None and scheduler_steps > 0  # before the first step Adam has no state
-    state = TrainerState(rollout_id, scheduler_steps, with_optimizer, extra)
+    part, old = final.with_name(final.name + ".part"), final.with_name(final.name + ".old")
+    state = TrainerState(rollout_id, scheduler_steps, optimizer is not None, extra)
     text = json.dumps(asdict(state), indent=1)  # fails on all ranks alike, before anything is written
     if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
+        for left_over in (*Path(root).glob("iter_*.part"), *Path(root).glob("iter_*.old")):
+            shutil.rmtree(left_over, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
     tensors = model_state_dict([module])
     if lora is not None:
         _take_out(tensors, lambda name: not is_adapter(name))
-    if with_optimizer:
-        assert optimizer is not None
+    if optimizer is not None:
         tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], metadata=dict(OPTIMIZER_FORMAT))
     dist_checkpointing.save(tensors, str(part))
     dist.barrier()
@@ -98,9 +98,12 @@ def save(
         (part / STATE_FILE).write_text(text)
         if lora is not None:
             lora.write(part)
-        shutil.rmtree(final, ignore_errors=True)
+        # Deleting takes its time, and `final` may be the checkpoint in force (of an earlier run into this folder).
+        if final.exists():
+            final.rename(old)
         part.rename(final)
         write_latest(root, rollout_id)
+        shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 
@@ -145,7 +148,7 @@ def load(
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
     if (directory / RNG_FILE).is_file():
-        torch.set_rng_state(torch.load(directory / RNG_FILE, weights_only=True))
+        torch.set_rng_state(_loading(directory, lambda: torch.load(directory / RNG_FILE, weights_only=True)))
     return state
 
 
@@ -222,7 +225,10 @@ def _loading(directory: Path, read: Callable[[], T]) -> T:
 
     try:
         return read()
-    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, OSError) as error:
+    except (
+        CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError, OSError, EOFError,
+        pickle.UnpicklingError, AttributeError,  # the last where megatron-core 0.16 finds no common.pt
+    ) as error:  # fmt: skip
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
             f"{directory} cannot be loaded: it is incomplete or of another model ({reason[-1]}); "

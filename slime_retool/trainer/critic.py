@@ -61,6 +61,7 @@ def critic_config(config: Config) -> Config:
         min_lr=min(config.min_lr, lr),
         lr_warmup_iters=config.critic_lr_warmup_iters,
         lr_warmup_fraction=None,
+        num_critic_only_steps=0,
         load=config.critic_load,
         save=config.critic_save,
         untie_embeddings_and_output_weights=True,
@@ -72,6 +73,7 @@ class Critic(ModelRole):
     """The value model; outputs are values [1, T, 1] in fp32."""
 
     metric_names = ("loss", "value_loss", "value_clip_fraction")
+    mean_names = ("value_clip_fraction",)
 
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
         """`config` is the run's, not `critic_config`'s."""

@@ -1,6 +1,6 @@
 """Adam, its learning-rate schedule, and gradient clipping across tensor, pipeline and data parallel ranks.
 
-Learning rate of optimizer step k = 0, 1, ..., with W warm-up steps and D steps in all:
+Learning rate of optimizer step k = 0, 1, ..., with W warm-up steps and D steps in all (`config.schedule`):
 
     k <= W   lr * (k + 1) / (W + 1)          no step is spent at learning rate 0
     k > W    constant: lr
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_retool.config import Config
-from slime_retool.errors import ConfigError
+from slime_retool.config.schedule import schedule_steps
 
 CONSTANT_STEPS = 2**40
 """Length of a constant schedule, which never ends."""
@@ -49,32 +49,6 @@ def build_optimizer(config: Config, model: Any, dtype: torch.dtype) -> Any:
     return get_megatron_optimizer(optimizer_config, [model])
 
 
-def schedule_steps(config: Config) -> tuple[int, int]:
-    """(warm-up steps, steps of the whole schedule). ConfigError when the schedule's length is unknown or too short."""
-    total = config.lr_decay_iters
-    if total is None and config.num_rollout is not None:
-        total = config.num_rollout * config.steps_per_rollout
-    needs_total = config.lr_decay_style != "constant" or config.lr_warmup_fraction is not None
-    if needs_total and total is None:
-        raise ConfigError(
-            f"--lr-decay-style {config.lr_decay_style} (or --lr-warmup-fraction) needs the schedule's length: "
-            "give --lr-decay-iters or --num-rollout"
-        )
-    warmup = config.lr_warmup_iters
-    if config.lr_warmup_fraction is not None:
-        assert total is not None
-        warmup = round(config.lr_warmup_fraction * total)
-    if config.lr_decay_style == "constant":
-        return warmup, CONSTANT_STEPS
-    assert total is not None
-    if warmup >= total:
-        raise ConfigError(
-            f"{warmup} warm-up steps leave nothing of a schedule of {total}; lower --lr-warmup-iters or "
-            "--lr-warmup-fraction, or raise --lr-decay-iters"
-        )
-    return warmup, total
-
-
 def build_scheduler(config: Config, optimizer: Any) -> Any:
     """Megatron's scheduler, set to step 0."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -86,7 +60,7 @@ def build_scheduler(config: Config, optimizer: Any) -> Any:
         max_lr=config.lr,
         min_lr=config.min_lr if config.lr_decay_style != "constant" else min(config.min_lr, config.lr),
         lr_warmup_steps=warmup,
-        lr_decay_steps=total,
+        lr_decay_steps=CONSTANT_STEPS if total is None else total,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

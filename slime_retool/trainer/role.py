@@ -58,6 +58,8 @@ class ModelRole(ABC):
 
     metric_names: tuple[str, ...]
     """Of the metrics that `loss` reports, `loss` itself first."""
+    mean_names: tuple[str, ...]
+    """Of those, the ones that are means over tokens rather than parts of the loss."""
 
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
         """Build everything, with random weights. Raises ConfigError for sizes that cannot be built."""
@@ -109,6 +111,8 @@ class ModelRole(ABC):
         )
         self.optimizer = build_optimizer(config, self.model, dtype)
         self.scheduler = build_scheduler(config, self.optimizer)
+        self._has_stepped = False
+        """Whether the optimizer has any state. A step that is skipped gives it none."""
         self.model_config.no_sync_func = self.model.no_sync
 
         def finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -167,7 +171,7 @@ class ModelRole(ABC):
             self.config.save,
             rollout_id,
             module=self.module,
-            optimizer=None if self.config.no_save_optim else self.optimizer,
+            optimizer=self.optimizer if self._has_stepped and not self.config.no_save_optim else None,
             scheduler_steps=self.scheduler.num_steps,
             extra=extra,
             lora=self.config.lora,
@@ -179,6 +183,7 @@ class ModelRole(ABC):
             root, module=self.module, optimizer=self.optimizer, vocab_size=self.vocab_size, iteration=iteration,
             lora=self.config.lora,
         )  # fmt: skip
+        self._has_stepped = state.with_optimizer
         if not state.with_optimizer:
             self.optimizer.reload_model_params()
         self.scheduler.num_steps = state.scheduler_steps
@@ -231,7 +236,13 @@ class ModelRole(ABC):
             total = torch.stack(reports).sum(0)
         dist.all_reduce(total)
         norm, updated = optimizer_step(self.optimizer, self.scheduler, self.config.clip_grad)
+        self._has_stepped |= updated
         metrics = dict(zip(self.metric_names, total.tolist(), strict=True))
+        # With --loss-constant-length the weights do not add up to 1.
+        tokens = slice(*(int(batch.lengths[:end].sum()) for end in (samples.start, samples.stop)))
+        total_weight = float(data.weights[tokens].double().sum())
+        for name in self.mean_names:
+            metrics[name] /= total_weight or 1.0
         metrics |= {"grad_norm": norm, "lr": lr, "skipped_steps": float(not updated)}
         per_token = self._everywhere(parts, batch.num_tokens) if with_per_token else None
         return StepResult(metrics, len(micro_batches), per_token)

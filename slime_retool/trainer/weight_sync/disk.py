@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slime_retool.engine.admin import every_engine
+from slime_retool.planning.parameters import total_parameters
 from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.buckets import buckets
 from slime_retool.trainer.weight_sync.transport import Peers
@@ -65,11 +66,11 @@ class DiskTransport:
             shutil.copy(Path(config.hf_checkpoint) / "config.json", folder)
 
     def _root(self) -> str:
-        config, module = self._peers.trainer.config, self._peers.trainer.module
+        config = self._peers.trainer.config
         if config.update_weight_disk_dir is not None:
             root = config.update_weight_disk_dir
         else:
-            needed = sum(p.nbytes for p in module.parameters()) * config.model_parallel_size
+            needed = total_parameters(config) * self._peers.trainer.actor.dtype.itemsize
             memory = Path("/dev/shm")
             fits = memory.is_dir() and shutil.disk_usage(memory).free > 2 * needed
             root = str(memory) if fits else config.output_dir
