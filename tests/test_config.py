@@ -253,6 +253,14 @@ BAD = {
         {"--use-tis": None, "--use-rollout-logprobs": None},
         "never computes",
     ),
+    "importance limits without importance weights": (
+        {"--tis-clip": "3"},
+        "--tis-clip has no effect without --use-tis; add it or drop the flag",
+    ),
+    "a limit of tokens that nothing packs to": (
+        {"--max-tokens-per-gpu": "4096"},
+        "--max-tokens-per-gpu 4096 has no effect without --use-dynamic-batch-size; add it or drop the limit",
+    ),
     "importance limits upside down": ({"--use-tis": None, "--tis-clip-low": "3"}, "below --tis-clip 2.0, got 3.0"),
     "distillation without a teacher": ({"--distill-coef": "1"}, "--teacher-url and --distill-coef go together"),
     "a teacher at another temperature": (

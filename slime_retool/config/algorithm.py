@@ -132,6 +132,12 @@ def _check_off_policy(config: Config) -> None:
             0 <= config.tis_clip_low < config.tis_clip,
             f"--tis-clip-low must be at least 0 and below --tis-clip {config.tis_clip}, got {config.tis_clip_low}",
         )
+    else:
+        for field in dataclasses.fields(config):
+            require(
+                not field.name.startswith("tis_") or config.__dict__[field.name] == field.default,
+                f"--{field.name.replace('_', '-')} has no effect without --use-tis; add it or drop the flag",
+            )
     if config.loss_type == "policy_loss" and (config.rollout_top_p < 1 or config.rollout_top_k != -1):
         logger.warning(
             "--rollout-top-p %s --rollout-top-k %s: the engine samples from a cut distribution, the trainer's "

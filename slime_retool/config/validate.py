@@ -137,6 +137,12 @@ def check_batches(config: Config) -> None:
             config.max_tokens_per_gpu is not None and config.max_tokens_per_gpu >= 1,
             f"--use-dynamic-batch-size needs --max-tokens-per-gpu of at least 1, got {config.max_tokens_per_gpu}",
         )
+    else:
+        require(
+            config.max_tokens_per_gpu is None,
+            f"--max-tokens-per-gpu {config.max_tokens_per_gpu} has no effect without --use-dynamic-batch-size; add it "
+            "or drop the limit",
+        )
     require(config.micro_batch_size >= 1, f"--micro-batch-size must be at least 1, got {config.micro_batch_size}")
     over = config.over_sampling_batch_size
     require(
