@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_retool.cluster.environment import trainer_environment
+from slime_retool.engine.process import free_ports
 
 if TYPE_CHECKING:
     from slime_retool.config import Config
@@ -86,9 +86,7 @@ def run_ranks(command: Sequence[str], world_size: int, timeout: float, devices: 
     for all on the CPU) as its only GPU.
     {"error": why, with the log's end} when a rank fails or the time is up; no process is left either way.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     env = {**os.environ, **trainer_environment(colocate=False)}
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         result = Path(scratch) / "result.json"
