@@ -13,12 +13,20 @@ from pathlib import Path
 PACKAGES = ("torch", "megatron-core", "sglang", "transformer-engine", "flash-attn-4")
 
 
-def write_result(metric: str, value: float, unit: str, *, out_dir: Path, card: str | None = None) -> Path:
+def write_result(
+    metric: str,
+    value: float,
+    unit: str,
+    *,
+    out_dir: Path,
+    card: str | None = None,
+    versions: dict[str, str] | None = None,
+) -> Path:
     """Write ``{metric, value, unit, card, versions, command, date}`` and return its path.
 
-    ``card`` is, unless given, the name of the first CUDA device or ``"cpu"``; ``versions`` holds the packages that are
-    installed, ``date`` is UTC (ISO 8601). A value that is not finite is refused (ValueError): a failed run has no
-    figure.
+    ``card`` is, unless given, the name of the first CUDA device or ``"cpu"``; ``versions``, unless given, those of
+    the packages that are installed; ``date`` is UTC (ISO 8601). A value that is not finite is refused (ValueError): a
+    failed run has no figure.
     """
     if not math.isfinite(value):
         raise ValueError(f"the figure {metric} is {value}; only a finite number is a result")
@@ -29,7 +37,7 @@ def write_result(metric: str, value: float, unit: str, *, out_dir: Path, card: s
         "value": value,
         "unit": unit,
         "card": card or (torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"),
-        "versions": _versions(),
+        "versions": versions or installed_versions(),
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -39,7 +47,8 @@ def write_result(metric: str, value: float, unit: str, *, out_dir: Path, card: s
     return path
 
 
-def _versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
+    """Of the packages that a figure depends on, those that are installed here."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -18,9 +18,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 
 from base_model import train_tokenizer  # noqa: E402
 
-from benchmarks import convert, features, kernels, multiturn, step_overhead  # noqa: E402
+from benchmarks import convert, features, kernels, multiturn, parallel_curves, step_overhead  # noqa: E402
 from benchmarks.logprob_diff import line_fit, trend  # noqa: E402
-from benchmarks.parallel_curves import BASELINE, NOISE, Layout, compare, make_steps, table  # noqa: E402
+from benchmarks.parallel_curves import Curve, Layout, compare, make_steps, read_curves, table, write_curves  # noqa: E402
 from benchmarks.ranks import NO_GPU, rank_environment, run_ranks, side_by_side  # noqa: E402
 from benchmarks.rl_step import run_training  # noqa: E402
 from benchmarks.scripted_turns import TurnCounts  # noqa: E402
@@ -72,25 +72,58 @@ def test_cache_hits_are_counted_over_later_turns_only():
 
 def test_layouts_are_read_from_their_names():
     assert Layout.parse("tp2xpp2") == Layout("tp2xpp2", tp=2, pp=2)
-    assert Layout.parse("tp2xpp2").world_size == 4 and Layout.parse(NOISE).reordered
-    for wrong in ("ep2", "tp", "tp2xtp2", "tp2,pp2"):
+    assert Layout.parse("tp2xpp2").world_size == 4 and Layout.parse("one-reordered").reordered
+    for wrong in ("ep2", "tp", "tp2xtp2", "tp2,pp2", "two"):
         with pytest.raises(ValueError, match="tp2xpp2"):
             Layout.parse(wrong)
 
 
-def test_a_curve_is_compared_with_the_noise_and_a_failure_costs_no_other_row():
-    curves = {
-        BASELINE: {"losses": [8.0, 7.0]},
-        NOISE: {"losses": [8.001, 7.003]},
-        "tp2": {"losses": [8.0, 7.005]},
-        "dp2": {"losses": [8.0, 7.1]},
-        "pp2": {"losses": [8.0, math.nan]},
-        "cp2": {"error": "out of memory"},
-    }
-    rows = {row["layout"]: row for row in compare(curves, factor=3.0)}
-    assert [rows[name]["verdict"] for name in curves] == ["baseline", "noise", "same", "different", "failed", "failed"]
-    assert rows["tp2"]["ratio"] == pytest.approx(5 / 3) and rows["dp2"]["largest"] == pytest.approx(0.1)
-    assert len(table(list(rows.values())).splitlines()) == 7
+def test_a_curve_is_compared_with_the_noise_of_all_runs_on_one_device():
+    curves = [
+        Curve("one", (8.0, 7.0)),
+        Curve("one-reordered", (8.0, 7.004)),
+        Curve("one", (8.0, 7.002)),
+        Curve("tp2", (8.0, 7.008)),
+        Curve("dp2", (8.0, 7.1)),
+        Curve.of("pp2", {"losses": [8.0, math.nan]}),
+        Curve.of("cp2", {"error": "out of memory"}),
+    ]
+    rows = compare(curves, factor=3.0)
+    assert [row.verdict for row in rows] == ["noise"] * 3 + ["same", "different", "failed", "failed"]
+    # The largest differences of the pairs are 4, 2 and 2 thousandths, those from tp2's 8, 4 and 6.
+    assert rows[3].times == pytest.approx(6 / (8 / 3)) and rows[0].times == pytest.approx(3 / (8 / 3))
+    assert rows[4].difference is not None and rows[4].difference.largest == pytest.approx(0.098)
+    assert len(table(rows).splitlines()) == 8
+
+
+def test_without_two_runs_on_one_device_there_is_nothing_to_compare_with():
+    rows = compare([Curve("one", (8.0,)), Curve.of("one-reordered", {"error": "slow"}), Curve("tp2", (9.0,))], 3.0)
+    assert [row.verdict for row in rows] == ["nothing to compare with", "failed", "nothing to compare with"]
+    assert "9.0000" in table(rows)
+
+
+def test_curves_of_several_calls_are_compared_when_they_share_the_setting(tmp_path: Path, monkeypatch, capsys):
+    setting = {"model": "tiny", "flags": [], "card": "H200", "versions": {"torch": "2"}}
+    first, second, other = tmp_path / "new" / "1.json", tmp_path / "2.json", tmp_path / "3.json"
+    write_curves(first, setting, [Curve("one", (8.0, 7.0)), Curve("pp2", error="slow"), Curve("tp2", (8.0, 7.002))])
+    write_curves(second, setting, [Curve("one", (8.0, 7.001)), Curve("pp2", (8.0, 7.0))])
+    write_curves(other, {**setting, "model": "qwen3-4B"}, [])
+    found = read_curves([first, second])
+    assert found[0] == setting and [curve.layout for curve in found[1]] == ["one", "pp2", "tp2", "one", "pp2"]
+    assert found[1][1].error == "slow" and found[1][2].losses == (8.0, 7.002)
+    with pytest.raises(ValueError, match=r"3\.json has model 'qwen3-4B'.*1\.json has 'tiny'"):
+        read_curves([first, other])
+
+    out = tmp_path / "results"
+    command = ["parallel_curves.py", "--out-dir", str(out), "--report", str(second)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert parallel_curves.main() == 1 and not out.exists()  # one run on one device has no noise
+    write_curves(first, setting, [Curve("one", (8.0, 7.0)), Curve("tp2", (8.0, 7.002))])
+    monkeypatch.setattr(sys, "argv", [*command, str(first)])
+    assert parallel_curves.main() == 0
+    result = json.loads((out / "parallel_curves.json").read_text())
+    assert result["value"] == pytest.approx(1.5) and result["card"] == "H200" and result["versions"] == {"torch": "2"}
+    assert "tp2" in capsys.readouterr().out
 
 
 def test_every_layout_gets_the_same_pieces_of_text():

@@ -65,14 +65,18 @@ TWO_H200 = {
     "4b_dp2_overlap": (106.6, 1.624),
     "1.7b_dp2_full": (23.24, 3.557),
     "1.7b_pp2": (48.3, 1.349),
+    "1.7b_pp2_17_11": (57.4, 1.200),
     "4b_pp2_full": (42.4, 2.534),
 }
 """The same of plan_error.py's cases of two GPUs."""
+FOUR_H200 = {"4b_tp2_pp2": (48.8, 1.720), "4b_tp2_dp2": (54.3, 1.410)}
+"""And of four."""
+SEVERAL_H200 = TWO_H200 | FOUR_H200
 
 
-@pytest.mark.parametrize("name", TWO_H200)
-def test_the_plan_is_near_what_two_h200_took(name):
-    gib, seconds = TWO_H200[name]
+@pytest.mark.parametrize("name", SEVERAL_H200)
+def test_the_plan_is_near_what_several_h200_took(name):
+    gib, seconds = SEVERAL_H200[name]
     predicted_gib, predicted_seconds = plan_error.predict(plan_error.CASES[name], CARDS["h200"])
     assert predicted_seconds == pytest.approx(seconds, rel=0.1)
     assert 0.985 * gib < predicted_gib < 1.03 * gib
