@@ -14,12 +14,15 @@ that a checkpoint does not depend on whether Transformer Engine was there.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+PART, OLD = ".part", ".old"
+"""Ends of folders that are not complete, or about to be deleted; `*.part` and `*.old` of a killed run can go."""
 
 
 def checkpoint_name(iteration: int | None) -> str:
@@ -47,6 +50,24 @@ def write_latest(root: str | Path, iteration: int | None) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(RELEASE if iteration is None else str(iteration))
     part.replace(path)
+
+
+def prune(root: str | Path, keep: int) -> None:
+    """Delete the oldest of the complete checkpoints under `root`, up to the newest, until `keep` are left.
+
+    Never the newest, nor one with a higher number than it: an earlier run's. One process calls it.
+    """
+    assert keep >= 1, keep
+    newest = latest_iteration(root)
+    if newest is None:
+        return
+    found = [path for path in Path(root).glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name)]
+    own = sorted((number, path) for path in found if (number := int(path.name[5:])) <= newest)
+    for _, path in own[:-keep]:
+        # A name that no load takes, should this end halfway; the next save deletes it.
+        old = path.with_name(path.name + OLD)
+        path.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def resolve_checkpoint_dir(path: str | Path) -> Path:

@@ -142,7 +142,7 @@ def write_torch_dist(
     writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
     writer.fs = _DirectFileSystem()
     try:
-        with warnings.catch_warnings(), _no_checksums():
+        with warnings.catch_warnings(), no_checksums():
             planner = _LazySavePlanner(shapes, dtype_of, model, value_of, written)
             # It remarks that one process saves, which is what no_dist asks for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -171,7 +171,7 @@ class _DirectFileSystem(FileSystem):
 
 
 @contextlib.contextmanager
-def _no_checksums() -> Iterator[None]:
+def no_checksums() -> Iterator[None]:
     """Leave out the CRC32 of each tensor's record: no reader of these files compares it, and it costs a pass."""
     before = get_crc32_options()
     set_crc32_options(False)

@@ -26,12 +26,14 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from megatron_bridge import flags
+from megatron_bridge.checkpoint import prune
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import ConfigError, DataError, RolloutError, SlimeRetoolError
 from slime_retool.observe.memory import GIB, host_bytes
 from slime_retool.observe.metrics import Metrics
+from slime_retool.planning.disk import checkpoint_bytes, free_bytes
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime_retool.train"
@@ -151,6 +153,7 @@ class Loop:
             and (first < config.num_rollout or config.num_rollout == 0)
         ):
             self._evaluate(first - 1)
+        self._warn_of_room(first)
         bar = tqdm(
             range(first, config.num_rollout),
             initial=first,
@@ -212,10 +215,35 @@ class Loop:
         if saves and (last or self._due(config.save_interval, rollout_id)):
             begin = time.monotonic()
             cluster.save(rollout_id, {"data": self._rollout.state_dict()})
+            self._prune()
             self._metrics.log(rollout_id, {"perf/save_seconds": time.monotonic() - begin})
         if self._due(config.eval_interval, rollout_id) or (last and config.eval_interval is not None):
             self._evaluate(rollout_id)
         return figures
+
+    def _prune(self) -> None:
+        """Delete old checkpoints, after those of actor and critic are complete: one goes on with the other."""
+        config = self._config
+        for folder in (config.save, config.critic_save if config.uses_critic else None):
+            if folder is not None and config.save_keep is not None:
+                prune(folder, config.save_keep)
+
+    def _warn_of_room(self, first: int) -> None:
+        config = self._config
+        assert config.num_rollout is not None
+        if config.save is None or config.save_keep is not None or config.debug_rollout_only:
+            return
+        last = config.num_rollout - 1
+        count = sum(n == last or self._due(config.save_interval, n) for n in range(first, config.num_rollout))
+        each = checkpoint_bytes(config, bf16=config.in_bf16)
+        if config.uses_critic:
+            each += checkpoint_bytes(config, bf16=config.in_bf16, critic=True)
+        free = free_bytes(config.save)
+        if count * each > free:
+            logger.warning(
+                "--save %s: %d checkpoints of %.1f GiB are to come, %.1f GiB are free; --save-keep N deletes old ones",
+                config.save, count, each / GIB, free / GIB,
+            )  # fmt: skip
 
     def _generation_speed(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Tokens that the model wrote per second of the generation phase and GPU (CPU: process) of the engines."""

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,7 @@ from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.groups import RolloutArgs
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
+from slime_retool.planning.disk import checkpoint_bytes
 from slime_retool.train import _flag_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -303,6 +306,8 @@ BAD = {
     "a hook that does not exist": ({"--custom-rm-path": "no_such_module.f"}, "cannot import 'no_such_module'"),
     "a hook without a dot": ({"--custom-rm-path": "reward"}, "dotted path"),
     "saving nowhere": ({"--save-interval": "3"}, "--save DIR"),
+    "keeping none": ({"--save": "/tmp/a", "--save-keep": "0"}, "--save-keep must be at least 1, got 0"),
+    "keeping what is not saved": ({"--save-keep": "2"}, "--save-keep needs --save DIR"),
     "SFT without its rollout": ({"--loss-type": "sft_loss"}, "sft_rollout"),
     "context beyond the model": ({"--rollout-max-context-len": "9999"}, "512 positions"),
     "two warm-ups": ({"--lr-warmup-iters": "3", "--lr-warmup-fraction": "0.1"}, "one of --lr-warmup"),
@@ -449,6 +454,28 @@ def test_a_folder_without_permission_is_refused(run_args, monkeypatch, tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))  # tests may run as root
     with pytest.raises(ConfigError, match=f"--save {tmp_path}/a/b: no permission to write in {tmp_path}$"):
         checked(run_args | {"--save": f"{tmp_path}/a/b"})
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(run_args, monkeypatch, tmp_path):
+    config = checked(run_args | {"--save": f"{tmp_path}/a"})
+    size = checkpoint_bytes(config, bf16=False)
+    asked = []
+
+    def has(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=free))
+
+    has(size)
+    assert checked(run_args | {"--save": f"{tmp_path}/a"}) and asked == [str(tmp_path)]
+    has(size - 1)
+    with pytest.raises(ConfigError, match=rf"--save {tmp_path}/a: a checkpoint takes 0\.0 GiB and 0\.0 GiB are free"):
+        checked(run_args | {"--save": f"{tmp_path}/a"})
+    assert checked(run_args | {"--save": f"{tmp_path}/a", "--no-save-optim": None})
+    has(size)  # a critic's lies beside it
+    ppo = {"--advantage-estimator": "ppo", "--n-samples-per-prompt": "1"}
+    with pytest.raises(ConfigError, match=f"--save {tmp_path}/a: a checkpoint takes"):
+        checked(run_args | ppo | {"--save": f"{tmp_path}/a"})
+    has(size + checkpoint_bytes(config, bf16=False, critic=True))
+    assert checked(run_args | ppo | {"--save": f"{tmp_path}/a"})
 
 
 def test_checkpoints_do_not_take_the_references_place(run_args, tmp_path):

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from megatron_bridge import convert
+from megatron_bridge.checkpoint import checkpoint_name, write_latest
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError
 from slime_retool.observe.metrics import Metrics
+from slime_retool.planning.disk import checkpoint_bytes
 from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -54,9 +56,17 @@ class Parts:
     begin_training = begin_update = begin_generation = save = state_dict = nothing
 
 
+MODEL = {
+    "num_layers": 2, "hidden_size": 1024, "ffn_hidden_size": 1024, "num_attention_heads": 2, "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+
+
 def loop(tmp_path: Path, parts: Parts, **values: Any) -> Loop:
     folders = {"save": str(tmp_path / "new"), "load": str(tmp_path / "old"), "save_hf": str(tmp_path / "hf")}
-    config = Config(hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, num_rollout=2, **folders)
+    config = Config(
+        hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, num_rollout=2, **MODEL, **folders
+    )  # fmt: skip
     for name, value in values.items():
         setattr(config, name, value)
     return Loop(config, parts, parts, Metrics(config))
@@ -88,3 +98,37 @@ def test_the_exported_checkpoint_is_the_last_one_there_is(first, values, source,
     monkeypatch.setattr(convert, "convert_torch_dist_to_hf", lambda source, *_, **__: exported.append(source))
     loop(tmp_path, Parts(first=first), **values).run()
     assert exported == ([] if source is None else [str(tmp_path / source)])
+
+
+class SavingParts(Parts):
+    """Writes what stands for checkpoints, and remembers which were there after each one."""
+
+    def __init__(self, *folders: Path) -> None:
+        super().__init__()
+        self.folders, self.seen = folders, []
+
+    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+        self.seen.append([path.name for folder in self.folders for path in sorted(folder.glob("iter_*"))])
+        for folder in self.folders:
+            (folder / checkpoint_name(rollout_id)).mkdir(parents=True)
+            write_latest(folder, rollout_id)
+
+
+def test_old_checkpoints_go_when_the_new_ones_of_actor_and_critic_are_there(tmp_path: Path):
+    actor, critic = tmp_path / "new", tmp_path / "critic"
+    parts = SavingParts(actor, critic)
+    values = {"advantage_estimator": "ppo", "critic_save": str(critic), "save_hf": None}
+    loop(tmp_path, parts, num_rollout=7, save_interval=2, save_keep=2, **values).run()
+    one, three, five, six = map(checkpoint_name, (1, 3, 5, 6))
+    assert parts.seen == [[], [one] * 2, [one, three] * 2, [three, five] * 2]
+    for folder in (actor, critic):
+        assert sorted(path.name for path in folder.glob("iter_*")) == [five, six]
+
+
+@pytest.mark.parametrize(("keep", "free", "warned"), [(None, 3.5, True), (None, 4.5, False), (2, 3.5, False)])
+def test_checkpoints_that_will_not_fit_are_told_of_at_the_start(keep, free, warned, tmp_path, monkeypatch, caplog):
+    run = loop(tmp_path, SavingParts(tmp_path / "new"), num_rollout=7, save_interval=2, save_keep=keep, save_hf=None)
+    size = checkpoint_bytes(run._config, bf16=False)
+    monkeypatch.setattr("slime_retool.train.free_bytes", lambda folder: int(free * size))
+    run.run()
+    assert ("4 checkpoints of" in caplog.text and "--save-keep N" in caplog.text) == warned

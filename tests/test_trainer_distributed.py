@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import resource
 import shutil
 import statistics
 from pathlib import Path
@@ -18,6 +20,8 @@ import torch
 from dist_utils import run_distributed
 from trainer_utils import VOCAB_SIZE, gradients, make_trainer, random_samples, sharpen, tiny_config, weights
 
+from slime_retool.errors import CheckpointError
+from slime_retool.planning.disk import checkpoint_bytes
 from slime_retool.trainer import checkpoint
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -99,6 +103,7 @@ def _one_process(rank: int, world_size: int, root: str) -> dict[str, Any]:
     out["resume"] = _resume(rank, world_size, root)
     out["skipped"] = _skipped(rank, world_size, root)
     out["killed"] = _killed(rank, world_size, root)
+    out["full"] = _full(rank, world_size, root)
     out["errors"] = _errors(rank, world_size, root)
     out["steps"] = _measure(
         rank, world_size, _rl_config(root, True, use_rollout_logprobs=False, global_batch_size=2), rollouts=2
@@ -217,6 +222,38 @@ def _killed(rank: int, world_size: int, root: str) -> dict[str, Any]:
     return {"found": found, "left": sorted(path.name for path in Path(f"{root}/killed").iterdir())}
 
 
+def _full(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """A save that the disk does not take, and one after room was made. A limit on the size of files stands for it."""
+    folder = Path(root) / f"full{world_size}"
+    config = _rl_config(root, True, load=str(folder), save=str(folder), loss_type="sft_loss")
+    trainer = make_trainer(rank, world_size, config)
+    trainer.load()
+    trainer.train(RolloutBatch(random_samples()), 0)
+    trainer.save(0, {})
+    written = sum(path.stat().st_size for path in (folder / "iter_0000000").glob("*.distcp"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (written // 8, limits[1]))
+    try:
+        trainer.save(1, {})
+        message = "saved"
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()  # rank 0 has deleted what there was of it
+    left = sorted(path.name for path in folder.iterdir())
+    torch.distributed.barrier()
+    trainer.save(2, {})
+    trainer.shutdown()
+    trainer = make_trainer(rank, world_size, config)
+    found = trainer.load()
+    trainer.shutdown()
+    return {
+        "message": message, "left": left, "found": found, "written": written,
+        "planned": checkpoint_bytes(config, bf16=False),
+    }  # fmt: skip
+
+
 def _errors(rank: int, world_size: int, root: str) -> dict[str, str]:
     """Messages of loads that must be refused."""
     empty, headless = Path(root) / "empty", Path(root) / "headless"
@@ -265,6 +302,7 @@ def _two_processes(rank: int, world_size: int, root: str) -> dict[str, Any]:
         config = _rl_config(root, True, **steps, **LAYOUTS[name])
         out[f"steps/{name}"] = _measure(rank, world_size, config, rollouts=2)
     out["resume"] = _resume(rank, world_size, root)
+    out["full"] = _full(rank, world_size, root)
     return out
 
 
@@ -454,6 +492,19 @@ def test_a_broken_save_is_replaced_and_nothing_is_left_over(one: dict[str, Any])
 def test_a_save_that_is_killed_while_it_deletes_leaves_a_whole_checkpoint(one: dict[str, Any]) -> None:
     assert one["killed"]["found"] == (5, {"run": 2})
     assert one["killed"]["left"] == ["iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_full_disk_is_named_on_every_rank_and_costs_no_earlier_checkpoint(
+    one: dict[str, Any], two: list[dict[str, Any]], processes: int
+) -> None:
+    for result in [one] if processes == 1 else two:
+        full = result["full"]
+        expected = r"the checkpoint of rollout 1 could not be written to .*GiB are free now.*--load"
+        assert re.match(expected, full["message"])
+        assert full["left"] == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+        assert full["found"] == (3, {})
+        assert full["planned"] < full["written"] < 1.5 * full["planned"]  # so small that headers count
 
 
 def test_a_run_whose_steps_were_all_skipped_resumes(one: dict[str, Any]) -> None:

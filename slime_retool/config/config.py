@@ -55,6 +55,11 @@ class Config(
         return self.device == "cuda"
 
     @property
+    def in_bf16(self) -> bool:
+        """Whether the trainer's weights are bf16 and not fp32."""
+        return self.precision == "bf16" or (self.precision == "auto" and self.on_cuda)
+
+    @property
     def world_size(self) -> int:
         return self.actor_num_nodes * self.actor_num_gpus_per_node
 

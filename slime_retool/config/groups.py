@@ -89,6 +89,9 @@ class CheckpointArgs:
     )
     save: str | None = flag(None, metavar="DIR", help="Write torch_dist checkpoints here.")
     save_interval: int | None = flag(None, help="Save every this many rollouts, and at the end.")
+    save_keep: int | None = flag(
+        None, help="Keep this many of the newest checkpoints; older ones are deleted once a new one is complete."
+    )
     save_hf: str | None = flag(
         None, metavar="DIR", help="At the end also write the weights here in Hugging Face's format."
     )

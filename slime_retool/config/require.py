@@ -6,6 +6,7 @@ import os
 
 from slime_retool.data.readers import split_slice
 from slime_retool.errors import ConfigError
+from slime_retool.planning.disk import nearest_existing
 
 
 def require(ok: bool, message: str) -> None:
@@ -28,8 +29,6 @@ def require_folder(path: str, flag: str, holds: str) -> None:
 
 def require_writable(path: str, flag: str) -> None:
     """`path` is a folder to write in, or can be made one."""
-    nearest = os.path.abspath(path)
-    while not os.path.lexists(nearest):
-        nearest = os.path.dirname(nearest)
+    nearest = nearest_existing(path)
     require(os.path.isdir(nearest), f"{flag} {path}: {nearest} is no folder; name another place")
     require(os.access(nearest, os.W_OK | os.X_OK), f"{flag} {path}: no permission to write in {nearest}")

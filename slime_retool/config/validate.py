@@ -22,6 +22,8 @@ from slime_retool.config.parallel import check_parallel
 from slime_retool.config.require import require, require_file, require_folder, require_writable
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
+from slime_retool.observe.memory import GIB
+from slime_retool.planning.disk import checkpoint_bytes, free_bytes, nearest_existing
 from slime_retool.plugins import load_function
 
 
@@ -48,6 +50,7 @@ def validate(config: Config) -> None:
     check_precision(config)
     check_engines(config)
     _check_hooks(config)
+    _check_room(config)
 
 
 def validate_evaluation(config: Config) -> None:
@@ -212,6 +215,9 @@ def _check_checkpoints(config: Config) -> None:
     if config.save_interval is not None:
         require(config.save_interval >= 1, f"--save-interval must be at least 1, got {config.save_interval}")
         require(config.save is not None, "--save-interval needs --save DIR")
+    if config.save_keep is not None:
+        require(config.save_keep >= 1, f"--save-keep must be at least 1, got {config.save_keep}")
+        require(config.save is not None, "--save-keep needs --save DIR")
     require(
         config.save is None or config.ref_load is None or not _same_place(config.save, config.ref_load),
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
@@ -225,6 +231,25 @@ def _check_checkpoints(config: Config) -> None:
         require(
             not (os.path.isdir(config.save_hf) and os.listdir(config.save_hf)),
             f"--save-hf: the folder {config.save_hf} is not empty; name a new one",
+        )
+
+
+def _check_room(config: Config) -> None:
+    """There is room for the first checkpoint: better known now than when it is due."""
+    if config.debug_rollout_only:
+        return
+    needed: dict[int, tuple[str, int]] = {}
+    for flag, folder, critic in (("--save", config.save, False), ("--critic-save", config.critic_save, True)):
+        if folder is None or (critic and not config.uses_critic):
+            continue
+        disk = os.stat(nearest_existing(folder)).st_dev
+        place, before = needed.get(disk, (f"{flag} {folder}", 0))
+        needed[disk] = (place, before + checkpoint_bytes(config, bf16=config.in_bf16, critic=critic))
+        free, size = free_bytes(folder), needed[disk][1]
+        require(
+            size <= free,
+            f"{place}: a checkpoint takes {size / GIB:.1f} GiB and {free / GIB:.1f} GiB are free on that disk; "
+            "make room or name a folder on another disk",
         )
 
 

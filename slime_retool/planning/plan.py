@@ -10,6 +10,7 @@ from slime_retool.config.engines import check_engines
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.validate import check_batches, check_precision
 from slime_retool.planning.cards import Card
+from slime_retool.planning.disk import checkpoint_bytes
 from slime_retool.planning.flops import model_flops
 from slime_retool.planning.generation import generate_seconds, offload_seconds, sync_seconds
 from slime_retool.planning.memory import (
@@ -64,6 +65,8 @@ class Plan:
     """Bytes on the fullest GPU while training (a critic apart too), generating, updating the engines, saving."""
     host: int
     """Page-locked bytes on each training host."""
+    disk: int
+    """Bytes of one checkpoint, a critic's included."""
     time: StepTime
     workload: Workload
     micro_batches: int
@@ -101,6 +104,10 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
         engine=engine,
         moments=moments,
         host=host_memory(config, trainer),
+        disk=sum(
+            checkpoint_bytes(config, bf16=config.precision != "fp32", critic=critic)
+            for critic in (False, True)[: 1 + config.uses_critic]
+        ),
         time=time,
         workload=workload,
         micro_batches=micro_batches(config, workload),

@@ -42,6 +42,7 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
     lines += ["", "on the fullest GPU while"] + _gib(**plan.moments)
     if plan.host:
         lines.append(f"page-locked memory of each training host: {plan.host / GIB:.0f} GiB")
+    lines.append(f"a checkpoint on disk: {plan.disk / GIB:.1f} GiB")
     lines += ["", f"{'fits' if plan.fits else 'DOES NOT FIT'}: {_share(plan)}"]
     lines += [f"  {problem}" for problem in plan.problems]
     lines += [

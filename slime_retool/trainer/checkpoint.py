@@ -27,6 +27,8 @@ from torch import Tensor
 
 from megatron_bridge.checkpoint import (
     LATEST_FILE,
+    OLD,
+    PART,
     checkpoint_name,
     latest_iteration,
     load_model_state,
@@ -35,8 +37,10 @@ from megatron_bridge.checkpoint import (
     write_latest,
 )
 from megatron_bridge.lora_spec import LoraSpec, is_adapter
-from megatron_bridge.torch_dist_io import TorchDistReader
+from megatron_bridge.torch_dist_io import TorchDistReader, no_checksums
 from slime_retool.errors import CheckpointError
+from slime_retool.observe.memory import GIB
+from slime_retool.planning.disk import free_bytes
 
 logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
@@ -74,15 +78,14 @@ def save(
     """Write SAVE/iter_{rollout_id}. Collective. A crash at any moment leaves the previous checkpoint in force.
 
     Give no `optimizer` before its first step: Adam has no state then. With `lora` only the adapters are written.
+    Raises CheckpointError when the disk does not take it.
     """
-    from megatron.core import dist_checkpointing
-
     final = Path(root) / checkpoint_name(rollout_id)
-    part, old = final.with_name(final.name + ".part"), final.with_name(final.name + ".old")
+    part, old = final.with_name(final.name + PART), final.with_name(final.name + OLD)
     state = TrainerState(rollout_id, scheduler_steps, optimizer is not None, extra)
     text = json.dumps(asdict(state), indent=1)  # fails on all ranks alike, before anything is written
     if dist.get_rank() == 0:
-        for left_over in (*Path(root).glob("iter_*.part"), *Path(root).glob("iter_*.old")):
+        for left_over in (*Path(root).glob(f"iter_*{PART}"), *Path(root).glob(f"iter_*{OLD}")):
             shutil.rmtree(left_over, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
@@ -91,7 +94,7 @@ def save(
         _take_out(tensors, lambda name: not is_adapter(name))
     if optimizer is not None:
         tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], metadata=dict(OPTIMIZER_FORMAT))
-    dist_checkpointing.save(tensors, str(part))
+    _write(tensors, part, rollout_id)
     dist.barrier()
     if dist.get_rank() == 0:
         torch.save(torch.get_rng_state(), part / RNG_FILE)
@@ -105,6 +108,25 @@ def save(
         write_latest(root, rollout_id)
         shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
+
+
+def _write(tensors: dict[str, Any], part: Path, rollout_id: int) -> None:
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        with no_checksums():
+            dist_checkpointing.save(tensors, str(part))
+    except (CheckpointException, OSError) as error:  # the first on every rank, but only rank 0 has the reason
+        if dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)  # on a full disk it would stand in the way of what makes room
+        known = not isinstance(error, CheckpointException) or error.failures
+        reason = str(error).strip().splitlines()[-1] if known else "an error of another rank"
+        raise CheckpointError(
+            f"the checkpoint of rollout {rollout_id} could not be written to {part.parent} ({reason}), where "
+            f"{free_bytes(str(part)) / GIB:.1f} GiB are free now; the checkpoints before it are whole: make room and "
+            "go on from them with --load"
+        ) from error
 
 
 def load(

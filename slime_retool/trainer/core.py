@@ -79,10 +79,9 @@ class Trainer:
         parallel.seed_everything(config.seed)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", local_rank) if config.on_cuda else torch.device("cpu")
-        bf16 = config.precision == "bf16" or (config.precision == "auto" and config.on_cuda)
-        if bf16 and not config.on_cuda:
+        if config.in_bf16 and not config.on_cuda:
             raise ConfigError("--precision bf16 needs a GPU: the CPU trains in fp32; use --precision auto")
-        dtype = torch.bfloat16 if bf16 else torch.float32
+        dtype = torch.bfloat16 if config.in_bf16 else torch.float32
         self._actor = Actor(config, device=self.device, dtype=dtype) if roles != "critic" else None
         wants_critic = roles == "critic" or (roles == "all" and config.uses_critic)
         self._critic = Critic(config, device=self.device, dtype=dtype) if wants_critic else None
