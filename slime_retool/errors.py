@@ -1,7 +1,7 @@
 """One small hierarchy of errors, by the boundary at which something failed.
 
 A failed rollout is data, not a crash: `RolloutError`s are caught once, at the sample they belong to, and
-counted by `boundary`. Everything a user can cause in a configuration is a `ConfigError` (a `ValueError`).
+counted by `boundary`. Everything a user can cause by what is given to a run is a `UserError` (a `ValueError`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,24 @@ class SlimeRetoolError(Exception):
     """Base of all errors raised on purpose by this package."""
 
 
-class ConfigError(SlimeRetoolError, ValueError):
+class UserError(SlimeRetoolError, ValueError):
+    """What the user gave cannot be used: to try again ends the same way. Commands end with exit code 2."""
+
+
+class ConfigError(UserError):
     """A configuration that cannot work; the message names the rule, the value seen and the fix."""
 
 
-class DataError(SlimeRetoolError, ValueError):
+class DataError(UserError):
     """A data file or row that cannot be used; the message names file and row."""
 
 
-class CheckpointError(SlimeRetoolError, ValueError):
+class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or of another model."""
+
+
+class SaveError(SlimeRetoolError, RuntimeError):
+    """A checkpoint that its disk did not take."""
 
 
 class WeightUpdateError(SlimeRetoolError, RuntimeError):
@@ -28,7 +36,7 @@ class WeightUpdateError(SlimeRetoolError, RuntimeError):
 
 
 class RolloutError(SlimeRetoolError, RuntimeError):
-    """One sample could not be generated or scored. `boundary` names the part that failed."""
+    """One sample, or enough for a batch, could not be generated or scored. `boundary` names the part that failed."""
 
     boundary = "rollout"
 

@@ -24,7 +24,7 @@ from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.config import build_parser
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.errors import ConfigError, RolloutError, SlimeRetoolError
+from slime_retool.errors import RolloutError, SlimeRetoolError, UserError
 from slime_retool.observe.statistics import powers_up_to
 from slime_retool.rollout.manager import RolloutManager
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    except ConfigError as error:
+    except UserError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 2
     except SlimeRetoolError as error:

@@ -7,7 +7,8 @@ With --colocate trainer and engines take turns on the same devices:
     generate -> engines give back their memory, trainers take theirs -> train -> trainers keep only weights, engines
     take room for theirs -> update -> trainers leave, engines take room for their cache -> generate
 
-Exit codes: 0 done, 1 a failure while running, 2 a mistake in the configuration, 130 interrupted.
+Exit codes: 0 done, 1 a failure while running, 2 a mistake in what was given (flags, data, checkpoints; one line that
+says what to change), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron_bridge.checkpoint import prune
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.errors import ConfigError, DataError, RolloutError, SlimeRetoolError
+from slime_retool.errors import SlimeRetoolError, UserError
 from slime_retool.observe.memory import GIB, host_bytes
 from slime_retool.observe.metrics import Metrics
 from slime_retool.planning.disk import checkpoint_bytes, free_bytes
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; everything it started has been ended", file=sys.stderr)
         return 130
-    except ConfigError as error:
+    except UserError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 2
     except SlimeRetoolError as error:
@@ -270,7 +271,7 @@ class Loop:
         """Where samples failed, an engine or a router that died says more."""
         try:
             yield
-        except (RolloutError, DataError):
+        except SlimeRetoolError:
             self._cluster.check()
             raise
 

@@ -313,18 +313,22 @@ def _main_off_the_main_thread(flags: list[str]) -> int:
         return eval_main(flags)
 
 
+ENDPOINT = ("--eval-endpoint-url", "http://127.0.0.1:1/v1", "--eval-endpoint-model", "m")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "--eval-prompt-data NAME FILE is required"),
         (["--eval-prompt-data", "a", "FILE", "--eval-endpoint-url", "ftp://x"], "must start with http"),
         (["--eval-prompt-data", "a", "FILE", "--eval-endpoint-url", "http://x/v1"], "needs --eval-endpoint-model"),
+        (["--eval-prompt-data", "a", "FILE", *ENDPOINT, "--input-key", "question"], "row 1: no column 'question'"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(tmp_path, capsys, flags, message):
     (tmp_path / "set.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     flags = [str(tmp_path / "set.jsonl") if flag == "FILE" else flag for flag in flags]
-    assert eval_main(flags) == 2
+    assert eval_main([*flags, "--output-dir", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 

@@ -11,7 +11,7 @@ import pytest
 from rollout_hooks import Prompts, scripted_context
 
 from slime_retool.config import Config
-from slime_retool.errors import DataError, EngineError, RolloutError
+from slime_retool.errors import EngineError, RolloutError
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.evaluate import evaluate
 from slime_retool.rollout.figures import source_figures
@@ -154,7 +154,7 @@ async def test_data_without_any_spread_ends_with_an_explanation(tmp_path):
         max_sampling_rounds=3,
     )
     data = Prompts(["a"], 4)
-    with pytest.raises(DataError, match="6 prompts .* only 0 groups .* in 6 every one was right; .* too easy"):
+    with pytest.raises(RolloutError, match="6 prompts .* only 0 groups .* in 6 every one was right; .* too easy"):
         await rollout(scripted_context(config, echo), data)
     assert data.drawn == 6
 
@@ -166,7 +166,7 @@ async def test_data_that_no_answer_solves_is_called_too_hard(tmp_path):
         dynamic_sampling_filter_path=SPREAD,
         max_sampling_rounds=3,
     )
-    with pytest.raises(DataError, match="in 6 every answer was wrong .* mean reward is 0, .* too hard"):
+    with pytest.raises(RolloutError, match="in 6 every answer was wrong .* mean reward is 0, .* too hard"):
         await rollout(scripted_context(config, echo), Prompts(["a"], 4))
 
 
@@ -178,7 +178,7 @@ async def test_equal_raw_rewards_are_dropped_although_their_lengths_differ(tmp_p
         max_sampling_rounds=1,
         overlong_buffer_len=10,
     )
-    with pytest.raises(DataError, match="only 0 groups"):
+    with pytest.raises(RolloutError, match="only 0 groups"):
         await rollout(scripted_context(config, lambda prompt, call: "x" * (8 + call % 4)), Prompts(["a"], 4))
 
 

@@ -14,7 +14,7 @@ from sglang_utils import engine_config, processes_with
 from slime_retool import evaluation, train
 from slime_retool.cluster import cluster
 from slime_retool.engine import flag_check
-from slime_retool.errors import ConfigError
+from slime_retool.errors import CheckpointError, ConfigError, DataError, RolloutError, SaveError
 from slime_retool.rollout import manager
 
 ANSWER = """
@@ -131,9 +131,20 @@ def test_flags_that_sglang_refuses_end_the_run_before_trainers_and_engines(main,
 
 
 @MAINS
-@pytest.mark.parametrize(("error", "code"), [(ConfigError("no cluster answers"), 2), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("no cluster answers"), 2),
+        (DataError("p.jsonl, line 2: not valid JSON"), 2),
+        (CheckpointError("iter_0000007 is incomplete"), 2),
+        (SaveError("the disk is full"), 1),
+        (RolloutError("too few groups"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_the_question_ends_with_a_start_of_ray_that_fails(
-    main, error: BaseException, code: int, start: Start, monkeypatch
+    main, error: BaseException, code: int, start: Start, monkeypatch, capsys
 ):
     def fail() -> None:
         raise error
@@ -141,6 +152,7 @@ def test_the_question_ends_with_a_start_of_ray_that_fails(
     start.ray_starts = fail  # and no answer ever comes
     assert run(main, start, 0, monkeypatch) == code
     assert start.events == ["Ray starts"]
+    assert capsys.readouterr().err.endswith(f"error: {error}\n") == (code == 2)
 
 
 def test_an_interrupt_while_the_answer_is_awaited_ends_everything(start: Start, monkeypatch):

@@ -73,7 +73,7 @@ def loop(tmp_path: Path, parts: Parts, **values: Any) -> Loop:
 
 
 @pytest.mark.parametrize("when", [{"eval_interval": 1}, {}], ids=["evaluation", "rollout"])
-@pytest.mark.parametrize("error", [RolloutError("no sample"), DataError("too few groups")])
+@pytest.mark.parametrize("error", [RolloutError("too few groups"), DataError("row 3")])
 def test_an_engine_that_died_is_named_where_its_samples_failed(when: dict, error: Exception, tmp_path: Path):
     with pytest.raises(ServerError, match="engine 1 has died"):
         loop(tmp_path, Parts(error=error, died=True), debug_rollout_only=True, **when).run()

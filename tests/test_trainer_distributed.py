@@ -20,7 +20,7 @@ import torch
 from dist_utils import run_distributed
 from trainer_utils import VOCAB_SIZE, gradients, make_trainer, random_samples, sharpen, tiny_config, weights
 
-from slime_retool.errors import CheckpointError
+from slime_retool.errors import SaveError
 from slime_retool.planning.disk import checkpoint_bytes
 from slime_retool.trainer import checkpoint
 from slime_retool.types import RolloutBatch, TrainSample
@@ -236,7 +236,7 @@ def _full(rank: int, world_size: int, root: str) -> dict[str, Any]:
     try:
         trainer.save(1, {})
         message = "saved"
-    except CheckpointError as error:
+    except SaveError as error:
         message = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -24,7 +24,7 @@ from statistics import fmean
 from tqdm import tqdm
 
 from slime_retool.config import Config
-from slime_retool.errors import DataError, RolloutError
+from slime_retool.errors import RolloutError
 from slime_retool.plugins import load_function
 from slime_retool.rollout.context import DataSource, RolloutContext
 from slime_retool.rollout.dump import dump_samples
@@ -44,8 +44,8 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
 
     Failed and aborted samples are left out; the trainer compares each sample with the remaining ones of its group.
 
-    Raises DataError when `max_sampling_rounds` times as many prompts did not give enough groups, RolloutError when no
-    sample could be generated at all, and whatever a hook raises that is not a RolloutError.
+    Raises RolloutError when `max_sampling_rounds` times as many prompts did not give enough groups, or no sample could
+    be generated at all, and whatever a hook raises that is not a RolloutError.
     """
     config = context.config
     assert config.rollout_batch_size is not None
@@ -160,7 +160,7 @@ class _Sampling:
         return math.ceil(missing * self._at_once / self._target)
 
     def _start(self, count: int) -> set[asyncio.Task[Group]]:
-        """Draw up to `count` prompts and start them. Raises DataError when nothing may be drawn any more."""
+        """Draw up to `count` prompts and start them. Raises RolloutError when nothing may be drawn any more."""
         count = min(count, self._limit - self.num_drawn)
         if count < 1:
             return set()
@@ -191,7 +191,7 @@ class _Sampling:
                 f"error: {self.last_error or 'samples were aborted'}"
             )
         if len(self.finished) == self.num_drawn >= self._limit and len(self.kept) < self._target:
-            raise DataError(self._explanation())
+            raise RolloutError(self._explanation())
 
     def _explanation(self) -> str:
         config = self.context.config

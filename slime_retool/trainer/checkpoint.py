@@ -38,7 +38,7 @@ from megatron_bridge.checkpoint import (
 )
 from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.torch_dist_io import TorchDistReader, no_checksums
-from slime_retool.errors import CheckpointError
+from slime_retool.errors import CheckpointError, SaveError
 from slime_retool.observe.memory import GIB
 from slime_retool.planning.disk import free_bytes
 
@@ -78,7 +78,7 @@ def save(
     """Write SAVE/iter_{rollout_id}. Collective. A crash at any moment leaves the previous checkpoint in force.
 
     Give no `optimizer` before its first step: Adam has no state then. With `lora` only the adapters are written.
-    Raises CheckpointError when the disk does not take it.
+    Raises SaveError when the disk does not take it.
     """
     final = Path(root) / checkpoint_name(rollout_id)
     part, old = final.with_name(final.name + PART), final.with_name(final.name + OLD)
@@ -122,7 +122,7 @@ def _write(tensors: dict[str, Any], part: Path, rollout_id: int) -> None:
             shutil.rmtree(part, ignore_errors=True)  # on a full disk it would stand in the way of what makes room
         known = not isinstance(error, CheckpointException) or error.failures
         reason = str(error).strip().splitlines()[-1] if known else "an error of another rank"
-        raise CheckpointError(
+        raise SaveError(
             f"the checkpoint of rollout {rollout_id} could not be written to {part.parent} ({reason}), where "
             f"{free_bytes(str(part)) / GIB:.1f} GiB are free now; the checkpoints before it are whole: make room and "
             "go on from them with --load"
