@@ -33,6 +33,7 @@ class FlagSpec:
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
     nargs: str | None = None
+    secret: bool = False
 
 
 def flag(
@@ -43,16 +44,17 @@ def flag(
     aliases: Sequence[str] = (),
     metavar: str | None = None,
     nargs: str | None = None,
+    secret: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     Lists take `nargs` ("*" or "+") and a list default; `aliases` are further spellings such as
-    `"--rotary-scaling-factor"`.
+    `"--rotary-scaling-factor"`. A `secret` is part of no `repr`; see also `secrets_of`.
     """
-    spec = FlagSpec(help, tuple(choices) if choices else None, tuple(aliases), metavar, nargs)
+    spec = FlagSpec(help, tuple(choices) if choices else None, tuple(aliases), metavar, nargs, secret)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={_KEY: spec})
-    return dataclasses.field(default=default, metadata={_KEY: spec})
+    return dataclasses.field(default=default, repr=not secret, metadata={_KEY: spec})
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -104,6 +106,11 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
 def names_of(cls: type, *, metavar: str) -> list[str]:
     """Fields whose value --help shows as `metavar`."""
     return [f.name for f in dataclasses.fields(cls) if _KEY in f.metadata and f.metadata[_KEY].metavar == metavar]
+
+
+def secrets_of(cls: type) -> list[str]:
+    """Fields whose value is neither to be printed nor stored."""
+    return [f.name for f in dataclasses.fields(cls) if _KEY in f.metadata and f.metadata[_KEY].secret]
 
 
 def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:

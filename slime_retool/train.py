@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if config.dry_run:
                 check.wait()
                 print(" \\\n  ".join([f"python -m {PROG}", *_flag_lines(config)]))
+                for name in flags.secrets_of(Config):
+                    if vars(config)[name] is not None:
+                        print(f"{PROG}: {flags.option_name(name)} is a secret and not printed", file=sys.stderr)
             else:
                 run(config, check)
     except KeyboardInterrupt:
@@ -70,9 +74,9 @@ def _interrupt(signum: int, frame: Any) -> NoReturn:
 
 
 def _flag_lines(config: Config) -> list[str]:
-    """The resolved configuration as flags for a shell, one option a line."""
+    """The resolved configuration as flags for a shell, one option a line, without its secrets."""
     lines: list[str] = []
-    for token in flags.to_flags(config):
+    for token in flags.to_flags(replace(config, **dict.fromkeys(flags.secrets_of(Config)))):
         if token.startswith("--"):
             lines.append(token)
         else:

@@ -405,6 +405,7 @@ def train_cli(*tokens: str) -> subprocess.CompletedProcess[str]:
             "does not divide the 3 training processes",
         ),
         ({"--global-batch-size": "5"}, "must be a multiple of --global-batch-size 5"),
+        ({"--sglang-api-key": "k"}, "--sglang-api-key cannot be passed through: --api-key is set from nothing"),
     ],
 )
 def test_the_command_line_ends_with_code_2_and_one_line(changes, expected: str, run_args):
@@ -427,6 +428,14 @@ def test_dry_run_prints_flags_that_parse_to_the_same_configuration(run_args):
     done = train_cli(*argv(run_args | {"--dry-run": None}))
     assert done.returncode == 0, done.stderr
     assert parse_config(shlex.split(done.stdout.replace("\\\n", " "))[3:]) == checked(run_args | {"--dry-run": None})
+
+
+def test_a_dry_run_and_a_repr_hold_no_secret(run_args):
+    arguments = argv(run_args | {"--wandb-key": "s3cret", "--wandb-name": "mine", "--dry-run": None})
+    done = train_cli(*arguments)
+    assert done.returncode == 0 and "--wandb-name mine" in done.stdout
+    assert done.stderr == "slime_retool.train: --wandb-key is a secret and not printed\n"
+    assert "s3cret" not in done.stdout + repr(parse_config(arguments))
 
 
 def test_dry_run_prints_what_a_shell_takes_for_the_same_flags(run_args):

@@ -454,7 +454,7 @@ class TrackingArgs:
     wandb_project: str | None = flag(None, help="W&B project.")
     wandb_group: str | None = flag(None, help="W&B group.")
     wandb_name: str | None = flag(None, help="W&B run name.")
-    wandb_key: str | None = flag(None, help="W&B key (else WANDB_API_KEY or an earlier `wandb login`).")
+    wandb_key: str | None = flag(None, secret=True, help="W&B key (else WANDB_API_KEY or an earlier `wandb login`).")
     wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"), help="W&B mode.")
     use_tensorboard: bool = flag(False, help="Write TensorBoard event files to --output-dir.")
 
@@ -469,4 +469,4 @@ class DebugArgs:
         False,
         help="After every weight update compare each tensor's checksum in trainer and engines; stop if one differs.",
     )
-    dry_run: bool = flag(False, help="Print the resolved configuration and stop.")
+    dry_run: bool = flag(False, help="Print the resolved configuration, without secrets, and stop.")

@@ -58,6 +58,8 @@ OWNED_FLAGS = {
     "--device": "--device",
     "--random-seed": "--seed",
     "--context-length": "--rollout-max-context-len",
+    "--api-key": "nothing (the run's own requests carry no key)",
+    "--admin-api-key": "nothing (the run's own requests carry no key)",
     "--weight-version": "the count of weight updates",
     "--custom-weight-loader": "the loader that computes checksums",
     "--mem-fraction-static": "--sglang-mem-fraction-static",

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_bridge.flags import secrets_of
 from slime_retool.config import Config
 
 
@@ -58,8 +59,8 @@ class WandbTracker:
 
         if config.wandb_key:
             wandb.login(key=config.wandb_key)
-        # The key is the one secret among the options: it is not part of what is stored with the run.
-        stored = {name: value for name, value in vars(config).items() if name != "wandb_key"}
+        secrets = secrets_of(Config)
+        stored = {name: value for name, value in vars(config).items() if name not in secrets}
         self._run = wandb.init(
             project=config.wandb_project,
             group=config.wandb_group,
