@@ -21,18 +21,20 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from megatron_bridge import flags
-from megatron_bridge.checkpoint import prune
+from megatron_bridge.checkpoint import LATEST_FILE, prune
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, UserError
+from slime_retool.observe.earlier import set_aside
 from slime_retool.observe.memory import GIB, host_bytes
 from slime_retool.observe.metrics import Metrics
 from slime_retool.planning.disk import checkpoint_bytes, free_bytes
@@ -97,19 +99,23 @@ def run(config: Config, check: ServerFlagCheck) -> None:
     from slime_retool.rollout.manager import RolloutManager
 
     os.makedirs(config.output_dir, exist_ok=True)
-    metrics = Metrics(config)
-    try:
-        with Cluster(config) as cluster:
-            signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's start puts its own crash handler there
-            with RolloutManager(config) as rollout:
-                if config.num_rollout is None:
-                    assert config.num_epoch is not None and config.rollout_batch_size is not None
-                    config.num_rollout = math.ceil(config.num_epoch * rollout.num_rows / config.rollout_batch_size)
-                    check_schedule(config)
-                check.wait()
+    with Cluster(config) as cluster:
+        signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's start puts its own crash handler there
+        with RolloutManager(config) as rollout:
+            if config.num_rollout is None:
+                assert config.num_epoch is not None and config.rollout_batch_size is not None
+                config.num_rollout = math.ceil(config.num_epoch * rollout.num_rows / config.rollout_batch_size)
+                check_schedule(config)
+            check.wait()
+            if not _resumes(config):
+                set_aside(config.output_dir)
+            with closing(Metrics(config)) as metrics:
                 Loop(config, cluster, rollout, metrics).run()
-    finally:
-        metrics.close()
+
+
+def _resumes(config: Config) -> bool:
+    """Whether --load holds a checkpoint, as the trainers will find it; nothing else knows of earlier rollouts."""
+    return not config.debug_rollout_only and config.load is not None and (Path(config.load) / LATEST_FILE).is_file()
 
 
 class Phases:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slime_retool.cli import main
 from slime_retool.config import Config
+from slime_retool.observe.earlier import set_aside
 from slime_retool.observe.metrics import JsonlTracker, Metrics, read_metrics
 
 
@@ -70,3 +71,16 @@ def test_a_transcript_that_is_being_written_can_be_viewed(tmp_path: Path, capsys
     (tmp_path / "eval.jsonl").write_text(line + "\n" + line[:40])
     assert main(["view", str(tmp_path / "eval.jsonl")]) == 0
     assert capsys.readouterr().out.count("six times seven?") == 1
+
+
+def test_what_an_earlier_run_left_is_moved_and_nothing_is_overwritten(tmp_path: Path):
+    for run in ("one", "two"):
+        for name in ("metrics.jsonl", "rollouts/rollout_000000.jsonl", "eval/set_000000.jsonl", "tensorboard/events"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(run)
+        assert set_aside(str(tmp_path)) == tmp_path / f"earlier_{1 if run == 'one' else 2}"
+    (tmp_path / "metrics.jsonl").touch()  # of a run that did not come to its first step
+    assert set_aside(str(tmp_path)) is None
+    left = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left.pop("metrics.jsonl") == ""
+    assert len(left) == 8 and all(text == ("one" if "earlier_1" in name else "two") for name, text in left.items())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from sglang_utils import engine_config, processes_with
 
+from megatron_bridge.checkpoint import LATEST_FILE
 from slime_retool import evaluation, train
 from slime_retool.cluster import cluster
 from slime_retool.engine import flag_check
@@ -176,3 +177,21 @@ def test_a_dry_run_waits_for_the_answer_and_starts_nothing(start: Start, monkeyp
     start.go.touch()
     assert run(train.main, start, 2, monkeypatch, dry_run=True) == 2
     assert start.events == [] and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_figures_of_another_run_are_kept_apart_and_those_of_a_resumed_one_are_not(resumes, start: Start, monkeypatch):
+    folder, start.ray_starts = start.go.parent, start.go.touch
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    (folder / "load").mkdir()
+    if resumes:
+        (folder / "load" / LATEST_FILE).write_text("7")
+    assert run(train.main, start, 0, monkeypatch, load=str(folder / "load"), debug_rollout_only=False) == 0
+    assert (folder / "earlier_1" / "metrics.jsonl").exists() != resumes
+    assert (folder / "metrics.jsonl").read_text() == ('{"step": 0}\n' if resumes else "")
+
+
+def test_a_start_that_fails_leaves_the_files_of_an_earlier_run_where_they_are(start: Start, monkeypatch):
+    (start.go.parent / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert run(train.main, start, 2, monkeypatch) == 2
+    assert (start.go.parent / "metrics.jsonl").exists()

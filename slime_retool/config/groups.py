@@ -447,7 +447,12 @@ class SglangArgs:
 class TrackingArgs:
     """Tracking. A JSONL of all metrics is always written to --output-dir."""
 
-    output_dir: str = flag("outputs/run", metavar="DIR", help="Logs, metrics.jsonl and rollout dumps.")
+    output_dir: str = flag(
+        "outputs/run",
+        metavar="DIR",
+        help="Logs, metrics.jsonl and rollout dumps. A run that resumes "
+        "nothing moves those of an earlier one to DIR/earlier_1, 2, ...",
+    )
     dump_rollouts: bool = flag(False, help="Write every sample (text, tokens, reward) to --output-dir.")
     no_progress: bool = flag(False, help="No progress bars.")
     use_wandb: bool = flag(False, help="Log to Weights & Biases.")
