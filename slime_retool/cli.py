@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_retool.errors import ConfigError
+from slime_retool.rollout import eval_figures
 from slime_retool.sandbox.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable
+from slime_retool.types import Sample
 
 REQUIRED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "datasets", "aiohttp")
 OPTIONAL = ("transformer-engine", "flash-attn-4", "wandb", "tensorboard", "math-verify", "numpy", "sympy")
@@ -66,7 +68,13 @@ def _run(arguments: list[str]) -> int:
     view.add_argument("file", type=Path, help="a .jsonl file below OUTPUT_DIR/rollouts or OUTPUT_DIR/eval")
     view.add_argument("--index", type=int, help="show only the sample with this index")
     view.add_argument("--limit", type=int, default=5, help="how many samples to show (default: %(default)s)")
-    view.add_argument("--wrong", action="store_true", help="only samples whose reward is not positive")
+    view.add_argument(
+        "--wrong",
+        action="store_true",
+        help="only samples that an evaluation counts as wrong: by the reward's entry acc where it has one, else those "
+        "whose reward is not above 0; and those without a reward",
+    )
+    view.add_argument("--reward-key", help="entry of a reward with several that is the reward (default: score)")
     sandbox = commands.add_parser("sandbox", help="the sandbox as a service")
     serve = sandbox.add_subparsers(dest="action", required=True).add_parser(
         "serve", help="speak SandboxFusion's /run_code; there is no authentication: keep it on a private address"
@@ -82,7 +90,7 @@ def _run(arguments: list[str]) -> int:
         parser.error("the command is `slime-retool data check FILE...`")
     if args.command == "doctor":
         return doctor()
-    return show(args.file, index=args.index, limit=args.limit, wrong=args.wrong)
+    return show(args.file, index=args.index, limit=args.limit, wrong=args.wrong, key=args.reward_key)
 
 
 def doctor() -> int:
@@ -126,19 +134,23 @@ def serve_sandbox(host: str, port: int, isolation: str, concurrency: int) -> int
     return 0
 
 
-def show(path: Path, *, index: int | None, limit: int, wrong: bool) -> int:
+def show(path: Path, *, index: int | None, limit: int, wrong: bool, key: str | None) -> int:
     """Print samples of a dump, one after the other. Returns 2 for a file that does not exist or is none."""
     if not path.is_file():
         print(f"slime-retool view: error: no such file: {path}", file=sys.stderr)
         return 2
     shown = 0
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        print(f"slime-retool view: error: {path} cannot be read: {error}", file=sys.stderr)
+        return 2
     for number, line in enumerate(lines, start=1):
         if not line or shown >= limit:
             continue
         try:
             row = json.loads(line)
-            text = sample_text(row)
+            text = sample_text(row, key)
         except (ValueError, LookupError, TypeError):
             if number == len(lines):  # still being written, or cut off when its run was killed
                 continue
@@ -148,10 +160,14 @@ def show(path: Path, *, index: int | None, limit: int, wrong: bool) -> int:
                 file=sys.stderr,
             )
             return 2
-        reward = score(row)
-        right = isinstance(reward, float | int) and reward > 0
-        if (index is not None and row["index"] != index) or (wrong and right):
+        if index is not None and row["index"] != index:
             continue
+        try:
+            if wrong and is_right(row, key):
+                continue
+        except ValueError as error:
+            print(f"slime-retool view: error: {path}, line {number}: {error}", file=sys.stderr)
+            return 2
         shown += 1
         print(text, flush=True)
     if not shown:
@@ -159,14 +175,19 @@ def show(path: Path, *, index: int | None, limit: int, wrong: bool) -> int:
     return 0
 
 
-def score(row: dict[str, Any]) -> Any:
-    reward = row["reward"]
-    return reward.get("score") if isinstance(reward, dict) else reward
+def is_right(row: dict[str, Any], key: str | None) -> bool:
+    """As evaluations count it. ValueError for a reward that does not tell."""
+    sample = Sample(row["prompt"], row["label"], reward=row["reward"])
+    return sample.reward is not None and eval_figures.is_right(sample, key)
 
 
-def sample_text(row: dict[str, Any]) -> str:
+def sample_text(row: dict[str, Any], key: str | None) -> str:
     """One dumped sample as a page. LookupError or TypeError for an object that is none."""
-    head = f"sample {row['index']}  label {row['label']}  reward {score(row)}  {row['status']}"
+    reward, acc = row["reward"], ""
+    if isinstance(reward, dict):
+        acc = f"  acc {reward['acc']}" if "acc" in reward else ""
+        reward = reward.get(key or "score", reward)
+    head = f"sample {row['index']}  label {row['label']}  reward {reward}{acc}  {row['status']}"
     prompt, response = row["prompt"], row["response"]
     if not isinstance(prompt, str):
         prompt = "\n".join(f"[{m['role']}] {m.get('content', '')}" for m in prompt)

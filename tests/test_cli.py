@@ -31,6 +31,32 @@ def test_view_shows_samples_and_only_wrong_ones_when_asked(tmp_path: Path, capsy
     assert [line for line in capsys.readouterr().out.split("\n") if line.startswith("r")] == ["r0", "r1"]
 
 
+@pytest.mark.parametrize(
+    ("reward", "flags", "wrong"),
+    [
+        (0.5, [], False),
+        (0.0, [], True),
+        (None, [], True),
+        ({"score": 0.4, "acc": False}, [], True),  # shaped above 0
+        ({"score": -0.2, "acc": True}, [], False),  # a penalty on a right answer
+        ({"points": 0.0}, ["--reward-key", "points"], True),
+        ({"points": 1.0}, ["--reward-key", "points"], False),
+    ],
+)
+def test_view_calls_wrong_what_an_evaluation_does(reward, flags, wrong, tmp_path: Path, capsys):
+    dump_samples(tmp_path / "r.jsonl", [(Sample("q", "2", index=0, response="r", reward=reward), {})])
+    assert main(["view", str(tmp_path / "r.jsonl"), "--wrong", *flags]) == 0
+    assert ("sample 0" in capsys.readouterr().out) == wrong
+
+
+def test_view_says_which_rewards_there_are_when_none_tells(tmp_path: Path, capsys):
+    dump_samples(tmp_path / "r.jsonl", [(Sample("q", "2", index=0, response="r", reward={"points": 1.0}), {})])
+    assert main(["view", str(tmp_path / "r.jsonl")]) == 0
+    assert "reward {'points': 1.0}" in capsys.readouterr().out
+    assert main(["view", str(tmp_path / "r.jsonl"), "--wrong"]) == 2
+    assert "line 1: the reward has no entry 'score', only ['points']; set --reward-key" in capsys.readouterr().err
+
+
 def test_view_leaves_out_a_last_line_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = dump(tmp_path / "rollout.jsonl")
     file.write_bytes(file.read_bytes()[:-30])

@@ -450,8 +450,8 @@ class TrackingArgs:
     output_dir: str = flag(
         "outputs/run",
         metavar="DIR",
-        help="Logs, metrics.jsonl and rollout dumps. A run that resumes "
-        "nothing moves those of an earlier one to DIR/earlier_1, 2, ...",
+        help="Logs, metrics.jsonl and rollout dumps. A run that resumes nothing first moves the metrics and samples "
+        "that an earlier one left there to DIR/earlier_1, 2, ...",
     )
     dump_rollouts: bool = flag(False, help="Write every sample (text, tokens, reward) to --output-dir.")
     no_progress: bool = flag(False, help="No progress bars.")
