@@ -21,6 +21,7 @@ from slime_retool.tool_use import (
     make_format,
     run_tool_loop,
 )
+from slime_retool.tool_use.calls import MAX_CALLS
 from slime_retool.tool_use.code_blocks import parse_code_blocks
 from slime_retool.types import Sample, SampleStatus
 
@@ -140,6 +141,13 @@ def test_a_malformed_block_is_explained_and_counted(text: str, problem: str) -> 
     assert sample.status is SampleStatus.COMPLETED
     assert (sample.num_malformed_calls, sample.num_tool_calls) == (1, 0)
     assert problem in parts(sample)[1][1]
+
+
+def test_a_turn_of_very_many_malformed_blocks_is_answered_up_to_a_limit() -> None:
+    sample, _ = run(encode("<code> " * 5000 + "<|im_end|>"), ANSWER, budgets=LoopBudgets(100_000))
+    assert (sample.status, sample.num_malformed_calls) == (SampleStatus.COMPLETED, MAX_CALLS + 1)
+    observation = parts(sample)[1][1]
+    assert observation.count("<interpreter>") == MAX_CALLS + 1 and "a turn can hold 64 tool calls" in observation
 
 
 def test_behind_a_message_that_the_model_ended_the_observation_is_a_new_message() -> None:

@@ -20,6 +20,7 @@ from slime_retool.tool_use import (
     ToolResult,
     run_tool_loop,
 )
+from slime_retool.tool_use.calls import MAX_CALLS
 from slime_retool.types import Sample, SampleStatus
 
 ANSWER = ("The answer is \\boxed{4}.", "stop")
@@ -88,6 +89,13 @@ def test_a_sample_generated_again_starts_from_the_prompt(end: tuple[str, str]) -
     used, _ = run([CALL, broken, (call_text("raise"), "stop"), end])
     assert used.num_malformed_calls == used.num_tool_errors == 1
     assert run([CALL, ANSWER], sample=used)[0] == first
+
+
+def test_a_turn_of_very_many_malformed_calls_is_answered_up_to_a_limit() -> None:
+    sample, engine = run([("<tool_call>{bad\n</tool_call>" * 1000, "stop"), ANSWER])
+    assert (sample.status, sample.num_malformed_calls) == (SampleStatus.COMPLETED, MAX_CALLS + 1)
+    assert sample.response.count("<tool_response>") == MAX_CALLS + 1
+    assert "a turn can hold 64 tool calls" in sample.response
 
 
 def test_the_share_of_samples_with_malformed_calls_is_reported() -> None:

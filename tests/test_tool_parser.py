@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_retool.tool_use import ToolCall, ToolCallError, parse_tool_calls
+from slime_retool.tool_use import ToolCall, ToolCallError, parse_tool_calls, parser
+from slime_retool.tool_use.calls import MAX_CALLS, TOO_MANY
 
 SEARCH = {
     "type": "function",
@@ -36,6 +37,7 @@ CODE = {
     },
 }
 TOOLS = [CODE, SEARCH]
+READ_CALL = parser._read_call
 
 
 def wrap(body: str) -> str:
@@ -119,9 +121,21 @@ def test_degenerate_json_is_an_error_and_not_a_crash(body: str) -> None:
     assert isinstance(call, ToolCallError)
 
 
-@pytest.mark.timeout(60)
-def test_a_turn_of_very_many_calls_is_read_in_linear_time() -> None:
-    assert len(parse_tool_calls(wrap('{"name": "search", "arguments": {"query": "x"}}') * 64_000, TOOLS)) == 64_000
+@pytest.mark.parametrize(
+    "call", [wrap('{"name": "search", "arguments": {"query": "x"}}'), wrap("{bad\n"), "<tool_call>", '<tool_call>{"']
+)
+def test_a_turn_of_very_many_calls_is_read_up_to_a_limit(call: str, monkeypatch) -> None:
+    """A malformed one costs as much as all the text before it: JSONDecodeError counts its lines."""
+    read = []
+    monkeypatch.setattr(parser, "_read_call", lambda text, at: read.append(at) or READ_CALL(text, at))
+    calls = parse_tool_calls(call * 20_000, TOOLS)
+    assert (len(read), calls[MAX_CALLS:]) == (MAX_CALLS, [TOO_MANY])
+    assert TOO_MANY not in parse_tool_calls(call * MAX_CALLS, TOOLS)
+    read.clear()
+    assert parse_tool_calls((call * 100 + "</think>") * 200 + code_call("1"), TOOLS) == [
+        ToolCall("code_interpreter", {"code": "1"})
+    ]
+    assert len(read) <= 2 * MAX_CALLS
 
 
 def test_calls_mentioned_in_reasoning_do_not_count() -> None:

@@ -21,6 +21,11 @@ class ToolCallError:
     message: str
 
 
+MAX_CALLS = 64
+"""Calls of one turn that are read, malformed ones included: reading and answering them holds up all other samples."""
+TOO_MANY = ToolCallError(f"Error: a turn can hold {MAX_CALLS} tool calls; what followed them was not read.")
+
+
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """What a tool shows the model."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from slime_retool.tool_use.calls import ToolCallError
+from slime_retool.tool_use.calls import MAX_CALLS, TOO_MANY, ToolCallError
 
 OPEN, CLOSE = "<code>", "</code>"
 # Messages spell no tag out: in an observation it would be neutralised, like any other.
@@ -25,10 +25,15 @@ _END = re.compile(r"^[ \t]*(?P<fence>```\s*)?</code>", re.MULTILINE)
 
 
 def parse_code_blocks(text: str) -> tuple[list[str | ToolCallError], bool]:
-    """All code of `text`, in order, and whether the text ends inside a block whose fence is still open."""
+    """All code of `text`, in order, and whether the text ends inside a block whose fence is still open.
+
+    Of more than `MAX_CALLS` blocks the rest is one `ToolCallError`.
+    """
     blocks: list[str | ToolCallError] = []
     position = 0
     while (start := text.find(OPEN, position)) >= 0:
+        if len(blocks) == MAX_CALLS:
+            return [*blocks, TOO_MANY], False
         start += len(OPEN)
         fence = _FENCE.match(text, start)
         if fence is None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from slime_retool.tool_use.calls import ToolCall, ToolCallError
+from slime_retool.tool_use.calls import MAX_CALLS, TOO_MANY, ToolCall, ToolCallError
 from slime_retool.tool_use.schema import check_arguments
 from slime_retool.types import ToolSchema
 
@@ -25,7 +25,7 @@ def parse_tool_calls(text: str, tools: Sequence[ToolSchema] | None = None) -> li
     """All calls of `text`, in order; empty when the turn is an answer.
 
     With `tools`, names and arguments are checked against their schemas. Calls mentioned in reasoning that ends
-    with `</think>` do not count.
+    with `</think>` do not count. Of more than `MAX_CALLS` the rest is one `ToolCallError`.
     """
     schemas = None if tools is None else {tool["function"]["name"]: tool["function"] for tool in tools}
     calls: list[ToolCall | ToolCallError] = []
@@ -40,6 +40,13 @@ def parse_tool_calls(text: str, tools: Sequence[ToolSchema] | None = None) -> li
             continue
         if start < 0:
             return calls
+        if len(calls) == MAX_CALLS:
+            last = text.rfind(END_OF_THINKING, start)
+            if last < 0:
+                return [*calls, TOO_MANY]
+            calls.clear()
+            position = last + len(END_OF_THINKING)
+            continue
         value, position = _read_call(text, start + len(OPEN))
         calls.append(value if isinstance(value, ToolCallError) else to_call(value, schemas))
 
