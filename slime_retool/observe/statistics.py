@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from statistics import NormalDist, fmean, stdev
 
 
@@ -82,37 +83,51 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
     if len(right) != n:
         raise ValueError(f"{n} answers came with {len(right)} verdicts; they must be as many")
     votes = Counter(answer for answer in answers if answer is not None)
+    right_votes = Counter(a for a, r in zip(answers, right, strict=True) if a is not None and r)
+    shares: Counter[int] = (
+        Counter()
+    )  # number of votes -> right ones of all answers that have so many: chances are alike
+    for answer, number in right_votes.items():
+        shares[votes[answer]] += number
     silent = n - votes.total()
-    total = math.comb(n, k)
-    chance = 0.0
-    for answer, count in votes.items():
-        share = fmean(float(r) for a, r in zip(answers, right, strict=True) if a == answer)
-        if share == 0:
-            continue
-        others = [other for name, other in votes.items() if name != answer]
+    won = Fraction(0)
+    for count, number in shares.items():
+        others = list(votes.values())
+        others.remove(count)
         for most in range(1, min(count, k) + 1):
             ways = _ways(others, silent, k - most, most)
-            won = sum(number / (ties + 1) for ties, number in enumerate(ways))
-            chance += share * math.comb(count, most) * won / total
-    return chance
+            by_lot = sum(Fraction(drawn, ties + 1) for ties, drawn in enumerate(ways))
+            won += Fraction(number, count) * math.comb(count, most) * by_lot
+    return float(won / math.comb(n, k))
 
 
 def _ways(others: Sequence[int], silent: int, left: int, most: int) -> list[int]:
-    """Ways to draw `left` more answers with at most `most` of each other kind, by the number of kinds that reach it."""
-    # ways[drawn][ties]
-    ways = [[0] * (len(others) + 1) for _ in range(left + 1)]
-    for drawn in range(min(silent, left) + 1):
-        ways[drawn][0] = math.comb(silent, drawn)
-    for count in others:
-        after = [[0] * (len(others) + 1) for _ in range(left + 1)]
-        for drawn, row in enumerate(ways):
-            for ties, number in enumerate(row):
-                if not number:
-                    continue
-                for more in range(min(count, most, left - drawn) + 1):
-                    after[drawn + more][ties + (more == most)] += number * math.comb(count, more)
+    """Ways to draw `left` more answers with at most `most` of each other kind, by the number of kinds that reach it.
+
+    Kinds that cannot reach it are drawn as freely as the silent ones, all together.
+    """
+    rivals = [count for count in others if count >= most]
+    free = silent + sum(others) - sum(rivals)
+    # ways[drawn][ties] of the rivals so far; what can no more come to `left` is left out.
+    ways: dict[int, list[int]] = {0: [1]}
+    for rest, count in zip(reversed(range(len(rivals))), rivals, strict=True):
+        choices = [math.comb(count, more) for more in range(most + 1)]
+        after: dict[int, list[int]] = {}
+        for drawn, row in ways.items():
+            for more in range(max(0, left - free - rest * most - drawn), min(most, left - drawn) + 1):
+                _add(after.setdefault(drawn + more, []), row, choices[more], int(more == most))
         ways = after
-    return ways[left]
+    total: list[int] = []
+    for drawn, row in ways.items():
+        _add(total, row, math.comb(free, left - drawn), 0)
+    return total
+
+
+def _add(to: list[int], row: Sequence[int], factor: int, shift: int) -> None:
+    """`to` += `factor` * `row`, moved up by `shift` places."""
+    to += [0] * (len(row) + shift - len(to))
+    for place, number in enumerate(row, start=shift):
+        to[place] += factor * number
 
 
 def _check_draw(n: int, k: int) -> None:
