@@ -111,10 +111,12 @@ def _ways(others: Sequence[int], silent: int, left: int, most: int) -> list[int]
     # ways[drawn][ties] of the rivals so far; what can no more come to `left` is left out.
     ways: dict[int, list[int]] = {0: [1]}
     for rest, count in zip(reversed(range(len(rivals))), rivals, strict=True):
-        choices = [math.comb(count, more) for more in range(most + 1)]
+        needed = left - free - rest * most
+        low, high = max(0, needed - max(ways, default=0)), min(most, left - min(ways, default=0))
+        choices = {more: math.comb(count, more) for more in range(low, high + 1)}
         after: dict[int, list[int]] = {}
         for drawn, row in ways.items():
-            for more in range(max(0, left - free - rest * most - drawn), min(most, left - drawn) + 1):
+            for more in range(max(0, needed - drawn), min(most, left - drawn) + 1):
                 _add(after.setdefault(drawn + more, []), row, choices[more], int(more == most))
         ways = after
     total: list[int] = []
