@@ -233,14 +233,12 @@ class Loop:
             if config.num_engines:
                 timing["rollout/weight_version"] = float(self._hand_over(phases))
         timing |= phases.figures(figures)
-        figures |= timing
-        timing |= self._generation_speed(figures) | self._engine_memory
+        timing |= self._generation_speed(figures | timing) | self._engine_memory
         timing["memory/driver_host_gib"] = host_bytes() / GIB
         self._metrics.log(rollout_id, timing)
-        figures |= timing
         if self._due(config.eval_interval, rollout_id) or (last and config.eval_interval is not None):
             self._evaluate(rollout_id)
-        return figures
+        return figures | timing
 
     def _save(self, rollout_id: int) -> float:
         """Write a checkpoint, and delete old ones once those of actor and critic are complete: one goes on with the
