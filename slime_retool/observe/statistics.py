@@ -84,9 +84,8 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
         raise ValueError(f"{n} answers came with {len(right)} verdicts; they must be as many")
     votes = Counter(answer for answer in answers if answer is not None)
     right_votes = Counter(a for a, r in zip(answers, right, strict=True) if a is not None and r)
-    shares: Counter[int] = (
-        Counter()
-    )  # number of votes -> right ones of all answers that have so many: chances are alike
+    # By number of votes, the right ones of all answers that have so many: their chances are alike.
+    shares: Counter[int] = Counter()
     for answer, number in right_votes.items():
         shares[votes[answer]] += number
     silent = n - votes.total()
