@@ -82,7 +82,8 @@ def _report(output: Path, known: list[Row], shown: Sequence[str], begin: float) 
     from slime_retool.observe.metrics import read_metrics
 
     path = output / "metrics.jsonl"
-    rows = [row for row in read_metrics(path) if "train/loss" in row] if path.is_file() else []
+    ends = "perf/step_seconds"  # among the figures that a step writes last
+    rows = [row for row in read_metrics(path) if ends in row] if path.is_file() else []
     for row in rows[len(known) :]:
         figures = (f"{name.partition('/')[2]} {row[name]:.4g}" for name in shown if row.get(name) is not None)
         print(f"{time.monotonic() - begin:6.1f} s  step {row['step']}: {', '.join(figures)}", flush=True)

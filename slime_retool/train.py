@@ -126,6 +126,13 @@ class Phases:
         yield
         self._seconds[name] += time.monotonic() - begin
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is done inside is no part of the step."""
+        begin = time.monotonic()
+        yield
+        self._started += time.monotonic() - begin
+
     def figures(self, measured: Mapping[str, float]) -> dict[str, float]:
         """All phases and the whole step; what `measured` holds of them wins."""
         step = time.monotonic() - self._started
@@ -204,29 +211,33 @@ class Loop:
             with phases("offload"):
                 cluster.begin_training()
             figures |= cluster.train(batch, rollout_id)
-            if config.num_engines:
-                figures["rollout/weight_version"] = float(self._hand_over(phases))
-        figures |= phases.figures(figures)
-        figures |= self._generation_speed(figures) | self._engine_memory
-        figures["memory/driver_host_gib"] = host_bytes() / GIB
+        # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
         self._metrics.log(rollout_id, figures)
-        # After the figures are written: a run that is killed here repeats the step, and loses no line of it.
-        saves = config.save is not None and not config.debug_rollout_only
-        if saves and (last or self._due(config.save_interval, rollout_id)):
-            begin = time.monotonic()
-            cluster.save(rollout_id, {"data": self._rollout.state_dict()})
-            self._prune()
-            self._metrics.log(rollout_id, {"perf/save_seconds": time.monotonic() - begin})
+        timing: dict[str, float] = {}
+        if not config.debug_rollout_only:
+            if config.save is not None and (last or self._due(config.save_interval, rollout_id)):
+                # Now, while the trainer has its device: it leaves when the engines get its weights.
+                with phases.apart():
+                    timing["perf/save_seconds"] = self._save(rollout_id)
+            if config.num_engines:
+                timing["rollout/weight_version"] = float(self._hand_over(phases))
+        timing |= phases.figures(figures)
+        timing |= self._generation_speed(figures | timing) | self._engine_memory
+        timing["memory/driver_host_gib"] = host_bytes() / GIB
+        self._metrics.log(rollout_id, timing)
         if self._due(config.eval_interval, rollout_id) or (last and config.eval_interval is not None):
             self._evaluate(rollout_id)
-        return figures
+        return figures | timing
 
-    def _prune(self) -> None:
-        """Delete old checkpoints, after those of actor and critic are complete: one goes on with the other."""
-        config = self._config
+    def _save(self, rollout_id: int) -> float:
+        """Write a checkpoint, and delete old ones once those of actor and critic are complete: one goes on with the
+        other. Returns the seconds it took."""
+        config, begin = self._config, time.monotonic()
+        self._cluster.save(rollout_id, {"data": self._rollout.state_dict()})
         for folder in (config.save, config.critic_save if config.uses_critic else None):
             if folder is not None and config.save_keep is not None:
                 prune(folder, config.save_keep)
+        return time.monotonic() - begin
 
     def _warn_of_room(self, first: int) -> None:
         config = self._config

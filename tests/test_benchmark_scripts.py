@@ -162,7 +162,8 @@ def test_a_run_that_is_stopped_leaves_the_steps_it_made(tmp_path: Path, monkeypa
         "import json, pathlib, sys, time\n"
         "path = pathlib.Path(sys.argv[sys.argv.index('--output-dir') + 1]) / 'metrics.jsonl'\n"
         "path.parent.mkdir()\n"
-        "path.write_text(''.join(json.dumps({'step': n, 'train/loss': 2.5 - n}) + '\\n' for n in range(2)))\n"
+        "rows = [{'step': n, 'train/loss': 2.5 - n, 'perf/step_seconds': 1} for n in range(2)]\n"
+        "path.write_text(''.join(json.dumps(row) + '\\n' for row in rows))\n"
         "(path.parent / 'ready').touch()\n"
         "time.sleep(600)\n"
     )

@@ -195,11 +195,6 @@ def test_trainer_and_engine_on_the_same_gpus_take_turns():
     assert turns.moments["generating"] == turns.engine.total + turns.trainer.runtime
     assert turns.moments["training"] == turns.trainer.total + turns.engine.runtime
     assert turns.host == host_memory(config, turns.trainer) == turns.trainer.weights + turns.trainer.optimizer
-    assert "saving" not in turns.moments
-    config.save = "checkpoints"
-    saving = make_plan(config, CARDS["h100"], mean_prompt=100, mean_response=500).moments["saving"]
-    t = turns.trainer
-    assert saving == t.weights + t.optimizer + t.runtime + turns.engine.weights + turns.engine.runtime
     config.offload_train = config.offload_rollout = False
     together = make_plan(config, CARDS["h100"], mean_prompt=100, mean_response=500)
     assert together.resident >= together.trainer.total + together.engine.total > turns.resident

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megatron_bridge.checkpoint import checkpoint_name, write_latest
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError
-from slime_retool.observe.metrics import Metrics
+from slime_retool.observe.metrics import Metrics, read_metrics
 from slime_retool.planning.disk import checkpoint_bytes
 from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
@@ -132,3 +133,30 @@ def test_checkpoints_that_will_not_fit_are_told_of_at_the_start(keep, free, warn
     monkeypatch.setattr("slime_retool.train.free_bytes", lambda folder: int(free * size))
     run.run()
     assert ("4 checkpoints of" in caplog.text and "--save-keep N" in caplog.text) == warned
+
+
+def test_a_checkpoint_is_written_while_the_trainer_has_its_device_and_after_its_figures_are(tmp_path, monkeypatch):
+    """A run that is killed while it saves repeats the step and lacks no figure; the save is no part of the step."""
+    calls, known, clock = [], [], [0.0]
+
+    class Recorder(SavingParts):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("begin_training", "train", "begin_update", "update_weights", "begin_generation"):
+                calls.append(name)
+            return super().__getattribute__(name)
+
+        def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+            clock[0] += 7
+            return {"train/loss": 0.5}
+
+        def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+            calls.append("save")
+            known.extend(read_metrics(tmp_path / "metrics.jsonl"))
+            clock[0] += 100
+
+    monkeypatch.setattr("slime_retool.train.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    loop(tmp_path, Recorder(), num_rollout=1, save_hf=None, rollout_num_gpus=1).run()
+    assert calls[-6:] == ["begin_training", "train", "save", "begin_update", "update_weights", "begin_generation"]
+    assert known[0]["train/loss"] == 0.5 and "perf/step_seconds" not in known[0]
+    row = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert (row["perf/save_seconds"], row["perf/step_seconds"], row["perf/idle_seconds"]) == (100, 7, 7)

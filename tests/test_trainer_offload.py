@@ -40,7 +40,7 @@ def test_views_of_a_storage_are_right_again_after_it_came_back(keep: bool) -> No
 
 
 def _work(rank: int, world_size: int, root: str) -> dict[str, Any]:
-    """Three steps with and without leaving between them, and a checkpoint written while away."""
+    """Three steps with and without leaving between them, and a checkpoint of the third."""
     from slime_retool.trainer.offload import TrainerMemory
     from slime_retool.types import RolloutBatch
 
@@ -60,15 +60,13 @@ def _work(rank: int, world_size: int, root: str) -> dict[str, Any]:
                 memory.reload()
             metrics = trainer.train(RolloutBatch(random_samples(seed=step)), step)
             losses.append((metrics["train/loss"], metrics["critic/loss"]))
+            if step == 2:
+                trainer.save(2, {})  # when the run saves: the trainer has its device
             if name == "leaves":
                 memory.offload(keep_weights=True)
                 out["kept for the update"] = memory.report()
                 memory.offload()
                 out["left behind"] = memory.report()
-        with memory.present():
-            out["during the save"] = memory.report()
-            trainer.save(2, {})
-        out["after the save"] = memory.report()
         memory.reload()
         assert losses[2][1] != losses[0][1]
         out[name] = (losses, weights(trainer))
@@ -100,9 +98,6 @@ def test_nothing_is_left_on_the_device(result: dict[str, Any]) -> None:
     assert kept["weights"] > 0 and kept["state"] == kept["grads"] == 0
 
 
-def test_a_checkpoint_written_while_away_holds_the_weights(result: dict[str, Any]) -> None:
-    during = result["during the save"]
-    assert during["weights"] > 0 and during["state"] > 0 and during["grads"] == 0
-    assert result["after the save"] == {"weights": 0, "state": 0, "grads": 0}
+def test_a_checkpoint_of_a_trainer_that_was_away_holds_the_weights(result: dict[str, Any]) -> None:
     saved, expected = result["leaves loaded"][1], result["stays"][1]
     assert all(torch.equal(saved[name], expected[name]) for name in expected)

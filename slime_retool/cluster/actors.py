@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import psutil
@@ -111,8 +110,7 @@ class TrainerActor:
         return self._sync.weight_checksums()
 
     def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        with self._memory.present() if self._memory is not None else nullcontext():
-            self._trainer.save(rollout_id, extra)
+        self._trainer.save(rollout_id, extra)
 
     def shutdown(self) -> None:
         if self._sync is not None:

@@ -174,8 +174,8 @@ class Cluster:
         """Let the trainer's source rank know where its weights go."""
         _get([actor.connect_engines.remote(urls) for actor in self._trainers])
 
-    # One set of GPUs, in turns: begin_training, train, begin_update, update_weights, begin_generation. What leaves the
-    # device and when is decided by --offload-train and --offload-rollout; without them these calls do nothing.
+    # One set of GPUs, in turns: begin_training, train, save, begin_update, update_weights, begin_generation. Without
+    # --offload-train and --offload-rollout nothing leaves the device.
 
     def begin_training(self) -> None:
         """Engines give back their memory, trainers take theirs."""
@@ -258,18 +258,10 @@ class Cluster:
         return _get([actor.weight_checksums.remote() for actor in self._engines])
 
     def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it.
-
-        Trainers that left their device come back to it meanwhile, in the room of the engines' cache.
-        """
-        makes_room = self._config.offloads_train and bool(self._admins)
-        if makes_room:
-            self._release_engines("kv_cache")
+        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device."""
         # A checkpoint of the actor never lacks the critic's.
         _get([critic.save.remote(rollout_id, extra) for critic in self._critics])
         _get([actor.save.remote(rollout_id, extra) for actor in self._trainers])
-        if makes_room:
-            self.begin_generation()
 
     def close(self) -> None:
         """End everything this object started; never raises, so that the error which led here is the one seen."""

@@ -62,7 +62,7 @@ class Plan:
     trainer: TrainerMemory
     engine: EngineMemory | None
     moments: dict[str, int]
-    """Bytes on the fullest GPU while training (a critic apart too), generating, updating the engines, saving."""
+    """Bytes on the fullest GPU while training (a critic apart too), generating, updating the engines."""
     host: int
     """Page-locked bytes on each training host."""
     disk: int
@@ -153,10 +153,6 @@ def _moments(config: Config, trainer: TrainerMemory, engine: EngineMemory | None
     if config.offloads_train and config.offloads_rollout:
         # After training only weights stay; engines then take room for theirs, and for their cache when it has left.
         moments["updating"] = trainer.weights + trainer.runtime + engine.weights + engine.runtime + buckets
-    if config.offloads_train and config.save is not None:
-        # The trainer comes back between two rollouts, when the engines have their new weights already.
-        awake = engine.weights + engine.runtime if config.offloads_rollout else engine.total
-        moments["saving"] = state - trainer.gradients + trainer.runtime + awake
     return moments
 
 

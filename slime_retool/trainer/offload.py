@@ -14,7 +14,6 @@ page-locked on GPU machines, for copies at the speed of the bus, and stays alloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -134,24 +133,6 @@ class TrainerMemory:
         """Take the device again."""
         for part in (self._weights, self._grads, self._state):
             part.reload()
-
-    @contextmanager
-    def present(self) -> Iterator[None]:
-        """Inside, all that a checkpoint holds is on the device; afterwards where it was.
-
-        Gradients stay away: they are no part of it, and the engines have their weights on the card at that moment.
-        """
-        parts = (self._weights, self._state)
-        away = [part for part in parts if part.is_away]
-        try:
-            for part in away:
-                part.reload()
-            yield
-        finally:
-            for part in away:
-                part.offload()
-            if away:
-                _give_back(self._trainer.device)
 
     def report(self) -> dict[str, int]:
         """Bytes of each part on the device now."""
