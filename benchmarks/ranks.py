@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_retool.cluster.environment import trainer_environment
-from slime_retool.engine.process import free_ports
 
 if TYPE_CHECKING:
     from slime_retool.config import Config
@@ -56,19 +55,15 @@ def make_trainer(config: Config, args: argparse.Namespace) -> Trainer:
     """The trainer of this rank, in a process that `run_ranks` started."""
     from slime_retool.trainer.core import Trainer
 
-    return Trainer(
-        config, rank=args.rank, world_size=config.world_size, local_rank=0, master_addr="127.0.0.1",
-        master_port=args.port,
-    )  # fmt: skip
+    return Trainer(config, rank=args.rank, world_size=config.world_size, local_rank=0, init_method=args.init_method)
 
 
 def add_rank_options(parser: argparse.ArgumentParser, *more: str) -> None:
     """What `run_ranks` adds to a command, `--worker` for the case that it is to run, and `more` of the script's own;
     none of them for users."""
-    for name in ("--worker", "--result", *more):
+    for name in ("--worker", "--init-method", "--result", *more):
         parser.add_argument(name, help=argparse.SUPPRESS)
-    for name in ("--rank", "--port"):
-        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
 
 
 def add_share_option(parser: argparse.ArgumentParser) -> None:
@@ -80,13 +75,14 @@ def add_share_option(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ranks(command: Sequence[str], world_size: int, timeout: float, devices: Sequence[str]) -> dict[str, Any]:
-    """Run `command --rank R --port P --result FILE` for every rank; rank 0 writes JSON to FILE, which is returned.
+    """Run `command --rank R --init-method URL --result FILE` for every rank; rank 0 writes JSON to FILE, which is
+    returned.
 
+    The ranks meet in a file: a port would have to be chosen before one of them can bind it.
     Each rank sees its one of `devices` (values of CUDA_VISIBLE_DEVICES, the same one for ranks that share a GPU; NO_GPU
     for all on the CPU) as its only GPU.
     {"error": why, with the log's end} when a rank fails or the time is up; no process is left either way.
     """
-    (port,) = free_ports(1)
     env = {**os.environ, **trainer_environment(colocate=False)}
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         result = Path(scratch) / "result.json"
@@ -95,7 +91,14 @@ def run_ranks(command: Sequence[str], world_size: int, timeout: float, devices: 
         late = False
         try:
             for rank, log in enumerate(logs):
-                options = ["--rank", str(rank), "--port", str(port), "--result", str(result)]
+                options = [
+                    "--rank",
+                    str(rank),
+                    "--init-method",
+                    f"file://{scratch}/rendezvous",
+                    "--result",
+                    str(result),
+                ]
                 own = rank_environment(rank, world_size, devices)
                 with log.open("w") as file:
                     children.append(subprocess.Popen([*command, *options], stdout=file, stderr=file, env=env | own))

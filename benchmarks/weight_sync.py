@@ -86,12 +86,10 @@ def make_config(args: argparse.Namespace, flags: list[str]) -> Any:
 
 def build_trainer(config: Any) -> Any:
     """A trainer with random weights that has taken one small step, so that Adam has its state."""
-    from slime_retool.engine.process import free_ports
     from slime_retool.trainer.core import Trainer
     from slime_retool.types import RolloutBatch, TrainSample
 
-    port = free_ports(1)[0]
-    trainer = Trainer(config, rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=port)
+    trainer = Trainer(config, rank=0, world_size=1, local_rank=0, init_method="tcp://127.0.0.1:0")
     samples = [
         TrainSample(
             tokens=[(7 * i + n) % 256 for i in range(128)], loss_mask=[0] * 8 + [1] * 120,

@@ -185,7 +185,7 @@ def test_a_failing_rank_is_reported_with_its_last_words(tmp_path: Path):
     script.write_text(
         "import argparse, json, pathlib, sys, time\n"
         "parser = argparse.ArgumentParser()\n"
-        "for name in ('--rank', '--port', '--result', '--fail'):\n    parser.add_argument(name)\n"
+        "for name in ('--rank', '--init-method', '--result', '--fail'):\n    parser.add_argument(name)\n"
         "args = parser.parse_args()\n"
         "if args.fail == args.rank:\n    sys.exit('no such layout')\n"
         "if args.fail:\n    time.sleep(60)\n"
@@ -194,6 +194,25 @@ def test_a_failing_rank_is_reported_with_its_last_words(tmp_path: Path):
     command = [sys.executable, str(script)]
     assert run_ranks(command, 2, 300, NO_GPU) == {"losses": [1.0]}
     assert "rank 1 ended with 1:\n    no such layout" in run_ranks([*command, "--fail", "1"], 2, 300, NO_GPU)["error"]
+
+
+def test_the_ranks_of_a_case_meet_without_a_port(tmp_path: Path):
+    script = tmp_path / "case.py"
+    script.write_text(
+        "import argparse, json, pathlib, torch\n"
+        "import torch.distributed as dist\n"
+        "parser = argparse.ArgumentParser()\n"
+        "for name in ('--rank', '--init-method', '--result'):\n    parser.add_argument(name)\n"
+        "args = parser.parse_args()\n"
+        "dist.init_process_group('gloo', init_method=args.init_method, rank=int(args.rank), world_size=2)\n"
+        "value = torch.tensor(1.0 + int(args.rank))\n"
+        "dist.all_reduce(value)\n"
+        "if args.rank == '0':\n"
+        "    how = args.init_method.split(':')[0]\n"
+        "    pathlib.Path(args.result).write_text(json.dumps({'sum': value.item(), 'how': how}))\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert run_ranks([sys.executable, str(script)], 2, 300, NO_GPU) == {"sum": 3.0, "how": "file"}
 
 
 def test_ranks_see_one_gpu_each_and_are_of_different_hosts_only_where_they_share_it():

@@ -14,18 +14,20 @@ from slime_retool.cluster.cluster import Cluster
 from slime_retool.cluster.connection import connect
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin
-from slime_retool.engine.process import answers, free_ports
+from slime_retool.engine.process import answers, held_ports
 from slime_retool.errors import ConfigError, WeightUpdateError
 
 
 @pytest.mark.parametrize("by_variable", [True, False])
 def test_a_ray_cluster_that_does_not_answer_is_an_error_at_once(by_variable: bool, monkeypatch) -> None:
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    if by_variable:
-        monkeypatch.setenv("RAY_ADDRESS", address)
-    config = Config(device="cpu", ray_address=None if by_variable else address)
-    with pytest.raises(ConfigError, match=f"no Ray cluster answers at {address}.*ray start --head"), Cluster(config):
-        pass
+    with held_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        if by_variable:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        config = Config(device="cpu", ray_address=None if by_variable else address)
+        refused = pytest.raises(ConfigError, match=f"no Ray cluster answers at {address}.*ray start --head")
+        with refused, Cluster(config):
+            pass
 
 
 def test_a_private_ray_that_starts_too_slowly_is_started_again_and_other_errors_are_raised(monkeypatch) -> None:
@@ -61,9 +63,10 @@ def test_external_engines_have_the_size_that_ranks_are_counted_by(monkeypatch) -
 
 
 def test_an_external_engine_that_does_not_answer_is_an_error() -> None:
-    url = f"http://127.0.0.1:{free_ports(1)[0]}"
-    with pytest.raises(ConfigError, match=f"--rollout-external-urls: no SGLang server answers there: {url}"):
-        Cluster(Config(device="cpu", rollout_external_urls=[url]))._know_external()
+    with held_ports(1) as (port,):
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match=f"--rollout-external-urls: no SGLang server answers there: {url}"):
+            Cluster(Config(device="cpu", rollout_external_urls=[url]))._know_external()
 
 
 @contextmanager

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,7 +23,7 @@ from slime_retool.config import Config
 from slime_retool.engine import flag_check
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.engine.process import ServerError, SupervisedProcess, free_ports, port_was_taken
+from slime_retool.engine.process import Server, ServerError, SupervisedProcess, answers, held_ports, port_was_taken
 from slime_retool.engine.server import GATHER_PREFILLS, server_environment, server_flags
 from slime_retool.errors import ConfigError
 
@@ -41,6 +46,11 @@ process = SupervisedProcess([sys.executable, "-c", sys.argv[2]], log_path=Path(s
 process.wait_until_ready(lambda: "ready" in process.log_tail(), 120, "the family")
 print("ready", flush=True)
 time.sleep(600)
+"""
+SLOW_WEB_SERVER = """
+import http.server, sys, time
+time.sleep(float(sys.argv[2]))
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
 """
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
@@ -138,10 +148,64 @@ def test_a_server_that_never_becomes_ready_is_an_error(tmp_path: Path):
             process.wait_until_ready(lambda: False, 0.5, "the server")
 
 
-def test_free_ports_are_different_and_not_those_of_outgoing_connections():
-    ports = free_ports(20)
+def test_held_ports_are_different_and_not_those_of_outgoing_connections():
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert len(set(ports)) == 20 and not any(low <= port <= high for port in ports)
+    with held_ports(20) as ports:
+        assert len(set(ports)) == 20 and not any(low <= port <= high for port in ports)
+
+
+@pytest.fixture
+def drawn_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks for ports tries the same ones in the same order."""
+    monkeypatch.setattr(random.SystemRandom, "sample", lambda self, population, k: list(population)[:k])
+
+
+@pytest.mark.usefixtures("drawn_in_order")
+def test_a_held_port_is_nobody_elses_and_the_servers_it_is_meant_for():
+    with held_ports(2) as mine, held_ports(2) as others:
+        assert not set(mine) & set(others)
+        with socket.create_server(("127.0.0.1", mine[0])) as server:
+            with socket.create_connection(("127.0.0.1", mine[0]), timeout=60):
+                server.accept()[0].close()
+
+
+class WebServer(Server):
+    """Serves a folder, `delay` seconds after its start, as an engine that loads a model first."""
+
+    def __init__(self, folder: Path, delay: float = 0, before: Callable[[int], None] = lambda port: None) -> None:
+        """`before(port)` is called when the port has been chosen."""
+
+        def command(ports: list[int]) -> list[str]:
+            before(ports[0])
+            return [sys.executable, "-c", SLOW_WEB_SERVER, str(ports[0]), str(delay)]
+
+        self._start(
+            "web server", command, host="127.0.0.1", health_path="/", timeout=120, log_path=folder / "log.txt",
+            environment=os.environ, grace=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("drawn_in_order")
+def test_servers_that_start_at_once_are_told_apart(tmp_path: Path):
+    """With the same port, the slower one would take the other one's answers for its own."""
+    with ThreadPoolExecutor(2) as pool:
+        starts = [pool.submit(WebServer, tmp_path / name, delay) for name, delay in (("fast", 1), ("slow", 3))]
+        with starts[0].result() as one, starts[1].result() as two:
+            assert one.port != two.port
+
+
+def test_a_server_whose_port_is_taken_meanwhile_starts_on_another(tmp_path: Path):
+    tried: list[int] = []
+    with ExitStack() as stack:
+
+        def take_the_first(port: int) -> None:
+            if not tried:
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            tried.append(port)
+
+        with WebServer(tmp_path, before=take_the_first) as server:
+            assert len(tried) == 2 and server.port == tried[1] != tried[0]
+            assert answers(f"{server.url}/")
 
 
 def test_only_a_taken_port_is_worth_another_start():

@@ -55,7 +55,7 @@ def _kept_by(config: Config, rank: int, world_size: int) -> int:
     from slime_retool.trainer.core import Trainer
 
     trainer = Trainer(
-        config, rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=1
+        config, rank=rank, world_size=world_size, local_rank=rank, init_method="tcp://127.0.0.1:0"
     )  # fmt: skip
     parameters = {parameter.untyped_storage().data_ptr() for parameter in trainer.module.parameters()}
     kept: dict[int, torch.Tensor] = {}  # holds the tensors, so that no address is used twice

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import pickle
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -199,6 +200,8 @@ class _Joining:
         self.joined: list[tuple[Any, ...]] = []
 
     def init_weights_update_group(self, *args: Any) -> None:
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(args[:2]).close()  # else another process could take the port before the trainer does
         self.joined.append(args)
 
 
@@ -208,16 +211,16 @@ def test_every_worker_of_every_engine_has_a_rank_of_its_own_in_the_group(monkeyp
     monkeypatch.setattr(broadcast, "_process_group", lambda *args: groups.append(args) or object())
     engines: Any = [_Joining("http://10.0.0.2:1"), _Joining("http://10.0.0.3:1")]
     trainer: Any = SimpleNamespace(config=Config(device="cuda"))
-    monkeypatch.setattr(broadcast, "free_ports", lambda count, host: [4000])
-    transport = broadcast.BroadcastTransport(Peers(trainer, engines, 2, "10.0.0.1", 1, 30))
+    transport = broadcast.BroadcastTransport(Peers(trainer, engines, 2, "127.0.0.1", 1, 30))
     transport._join()
     transport._join()  # once is enough
     ((backend, address, world_size, name, _),) = groups
-    assert (backend, address, world_size) == ("nccl", "tcp://10.0.0.1:4000", 5)
+    port = int(address.removeprefix("tcp://127.0.0.1:"))
+    assert (backend, world_size) == ("nccl", 5)
     joined = [engine.joined for engine in engines]
-    assert joined == [[("10.0.0.1", 4000, first, 5, name, "nccl")] for first in (1, 3)]
+    assert joined == [[("127.0.0.1", port, first, 5, name, "nccl")] for first in (1, 3)]
     assert sorted([0, *(args[2] + worker for (args,) in joined for worker in range(2))]) == list(range(world_size))
-    again = broadcast.BroadcastTransport(Peers(trainer, engines, 2, "10.0.0.1", 1, 30))
+    again = broadcast.BroadcastTransport(Peers(trainer, engines, 2, "127.0.0.1", 1, 30))
     again._join()
     assert groups[1][3] != name  # engines may still hold the group of a trainer that was killed
 

@@ -105,5 +105,5 @@ def make_trainer(rank: int, world_size: int, config: Config, roles: str = "all")
     from slime_retool.trainer.core import Trainer
 
     return Trainer(
-        config, rank=rank, world_size=world_size, local_rank=rank, master_addr="127.0.0.1", master_port=0, roles=roles
+        config, rank=rank, world_size=world_size, local_rank=rank, init_method="tcp://127.0.0.1:0", roles=roles
     )

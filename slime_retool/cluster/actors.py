@@ -9,7 +9,8 @@ import psutil
 import ray
 
 from slime_retool.config import Config
-from slime_retool.engine.process import ServerError, free_ports
+from slime_retool.engine.process import ServerError
+from slime_retool.trainer.rendezvous import Rendezvous
 from slime_retool.types import RolloutBatch, TrainSample
 
 
@@ -34,25 +35,28 @@ class TrainerActor:
         if several_hosts and (interface := _interface(self._host)):
             # Gloo would take the address of the host's name, which is often a loopback one.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        self._rendezvous: Rendezvous | None = None
         self._trainer: Any = None
         self._sync: Any = None
         self._memory: Any = None
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Address and port at which rank 0 waits for the others."""
-        return self._host, free_ports(1, self._host)[0]
+    def rendezvous(self) -> str:
+        """The `init_method` of all ranks. Called on rank 0, which listens there from now on."""
+        self._rendezvous = Rendezvous(self._host)
+        return self._rendezvous.init_method
 
-    def start(self, master_addr: str, master_port: int) -> tuple[int, dict[str, Any]]:
+    def start(self, init_method: str) -> tuple[int, dict[str, Any]]:
         """Join the group, build the model, load a checkpoint. Returns the first rollout's number and saved state."""
         from slime_retool.trainer.core import Trainer
 
+        if self._rendezvous is not None:
+            self._rendezvous.serve()
         self._trainer = Trainer(
             self._config,
             rank=self._rank,
             world_size=self._config.world_size,
             local_rank=0,
-            master_addr=master_addr,
-            master_port=master_port,
+            init_method=init_method,
             roles=self._roles,
         )
         state = self._trainer.load()

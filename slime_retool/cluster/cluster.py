@@ -72,8 +72,8 @@ class Cluster:
         starting = []
         for group in (self._trainers, self._critics):
             if group:
-                address, port = _get(group[0].rendezvous.remote())
-                starting += [actor.start.remote(address, port) for actor in group]
+                init_method = _get(group[0].rendezvous.remote())
+                starting += [actor.start.remote(init_method) for actor in group]
         return _get(starting)[0]
 
     def _make_trainers(self, config: Config, slots: list[Slot], roles: str) -> list[Any]:

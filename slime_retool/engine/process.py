@@ -11,7 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
@@ -32,29 +33,32 @@ class ServerError(SlimeRetoolError, RuntimeError):
     """A server did not start or ended by itself; the message holds the end of its log."""
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+@contextmanager
+def held_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
     """`count` different free TCP ports outside of the range that the kernel gives to outgoing connections.
 
-    Another process may still take one before it is bound, so whoever uses them starts anew with others on a collision.
+    Inside of the `with` block no other caller gets them, on this host, while a server that sets SO_REUSEADDR, as
+    servers do, can listen on them. Such a server of someone else could too, so a start may still meet a taken port.
     """
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     candidates = range(min(20000, low - 1), low) if low > 12000 else range(61000, 65000)
-    held: list[socket.socket] = []
-    try:
+    with ExitStack() as held:
+        ports: list[int] = []
         for port in random.SystemRandom().sample(candidates, min(len(candidates), count + 400)):
-            server = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            held.enter_context(holder)
             try:
-                server.bind((host, port))
+                holder.bind((host, port))
             except OSError:
-                server.close()
                 continue
-            held.append(server)
-            if len(held) == count:
-                return [server.getsockname()[1] for server in held]
-    finally:
-        for server in held:
-            server.close()
-    raise ServerError(f"found only {len(held)} of {count} free ports on {host}")
+            # Only now: two sockets that have the option when they bind, and do not listen, get the same port.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            ports.append(port)
+            if len(ports) == count:
+                break
+        else:
+            raise ServerError(f"found only {len(ports)} of {count} free ports on {host}")
+        yield ports
 
 
 def answers(url: str, timeout: float = 2.0) -> bool:
@@ -201,19 +205,21 @@ class Server:
         """
         self.host = host
         for attempt in range(PORT_TRIES):
-            ports = free_ports(num_ports, host)
-            self.port = ports[0]
-            self._process = SupervisedProcess(command(ports), log_path=log_path, environment=environment, grace=grace)
-            try:
-                self._process.wait_until_ready(lambda: answers(f"{self.url}{health_path}"), timeout, what)
-                return
-            except ServerError as error:
-                self._process.stop()
-                if attempt == PORT_TRIES - 1 or not port_was_taken(error):
+            with held_ports(num_ports, host) as ports:
+                self.port = ports[0]
+                self._process = SupervisedProcess(
+                    command(ports), log_path=log_path, environment=environment, grace=grace
+                )
+                try:
+                    self._process.wait_until_ready(lambda: answers(f"{self.url}{health_path}"), timeout, what)
+                    return
+                except ServerError as error:
+                    self._process.stop()
+                    if attempt == PORT_TRIES - 1 or not port_was_taken(error):
+                        raise
+                except BaseException:
+                    self._process.stop()
                     raise
-            except BaseException:
-                self._process.stop()
-                raise
 
     @property
     def url(self) -> str:

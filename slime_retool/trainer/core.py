@@ -1,6 +1,6 @@
 """The trainer: one object in each training process, all of them called with the same arguments.
 
-    trainer = Trainer(config, rank=rank, world_size=n, local_rank=0, master_addr="127.0.0.1", master_port=29500)
+    trainer = Trainer(config, rank=rank, world_size=n, local_rank=0, init_method="tcp://127.0.0.1:29500")
     rollout_id, extra = trainer.load()
     metrics = trainer.train(batch, rollout_id)
     trainer.save(rollout_id, {"data": ...})
@@ -55,14 +55,14 @@ class Trainer:
         rank: int,
         world_size: int,
         local_rank: int,
-        master_addr: str,
-        master_port: int,
+        init_method: str,
         roles: str = "all",
     ) -> None:
         """Join the process group, build the models with random weights; call `load` next.
 
-        `roles` is one of `ROLES`. Where torch.distributed is already initialised, that group is used and left alone
-        by `shutdown`. Raises ConfigError for sizes that cannot be built.
+        `init_method` is torch.distributed's: where the ranks meet. `roles` is one of `ROLES`. Where torch.distributed
+        is already initialised, that group is used and left alone by `shutdown`. Raises ConfigError for sizes that
+        cannot be built.
         """
         assert roles in ROLES, roles
         install_cpu_compat()
@@ -72,9 +72,8 @@ class Trainer:
             torch.set_num_threads(1)
         self.config = config
         self._owns_group = parallel.init_distributed(
-            config, rank=rank, world_size=world_size, local_rank=local_rank, master_addr=master_addr,
-            master_port=master_port,
-        )  # fmt: skip
+            config, rank=rank, world_size=world_size, local_rank=local_rank, init_method=init_method
+        )
         parallel.init_parallel_groups(config)
         parallel.seed_everything(config.seed)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

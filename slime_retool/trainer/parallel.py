@@ -14,9 +14,7 @@ from slime_retool.config import Config
 from slime_retool.config.parallel import check_world_size
 
 
-def init_distributed(
-    config: Config, *, rank: int, world_size: int, local_rank: int, master_addr: str, master_port: int
-) -> bool:
+def init_distributed(config: Config, *, rank: int, world_size: int, local_rank: int, init_method: str) -> bool:
     """Join the default process group (gloo on the CPU, NCCL on GPUs); False when this process already has one."""
     install_cpu_compat()
     if config.on_cuda:
@@ -25,7 +23,7 @@ def init_distributed(
         return False
     dist.init_process_group(
         "nccl" if config.on_cuda else "gloo",
-        init_method=f"tcp://{master_addr}:{master_port}",
+        init_method=init_method,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=config.distributed_timeout_minutes),

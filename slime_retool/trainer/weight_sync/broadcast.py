@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from slime_retool.engine.admin import EngineAdmin, every_engine, raise_first
-from slime_retool.engine.process import free_ports
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.gather import hf_named_tensors
+from slime_retool.trainer.rendezvous import Rendezvous
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
 from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, unless_refused
 
@@ -76,18 +76,18 @@ class BroadcastTransport:
         peers = self._peers
         world_size = 1 + len(peers.engines) * peers.workers
         backend = "nccl" if peers.trainer.config.on_cuda else "gloo"
-        port = free_ports(1, peers.host)[0]
+        meeting = Rendezvous(peers.host)
+        meeting.serve()
         offsets = rank_offsets(peers)
         # An engine that was in a group before, of this run or one that was killed, may still hold that.
         self._name = name = f"slime_retool_{secrets.token_hex(4)}"
 
         def engine_joins(engine: EngineAdmin) -> None:
-            engine.init_weights_update_group(peers.host, port, offsets[engine.url], world_size, name, backend)
+            engine.init_weights_update_group(meeting.host, meeting.port, offsets[engine.url], world_size, name, backend)
 
         def trainer_joins(futures: list[Future[None]]) -> None:
-            address = f"tcp://{f'[{peers.host}]' if ':' in peers.host else peers.host}:{port}"
             self._group = unless_refused(
-                lambda: _process_group(backend, address, world_size, name, peers.timeout), futures
+                lambda: _process_group(backend, meeting.init_method, world_size, name, peers.timeout), futures
             )
 
         every_engine(peers.engines, engine_joins, trainer_joins)
