@@ -86,19 +86,13 @@ def run_ranks(command: Sequence[str], world_size: int, timeout: float, devices: 
     env = {**os.environ, **trainer_environment(colocate=False)}
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         result = Path(scratch) / "result.json"
+        meeting = f"file://{scratch}/rendezvous"
         logs = [Path(scratch) / f"{rank}.log" for rank in range(world_size)]
         children: list[subprocess.Popen[bytes]] = []
         late = False
         try:
             for rank, log in enumerate(logs):
-                options = [
-                    "--rank",
-                    str(rank),
-                    "--init-method",
-                    f"file://{scratch}/rendezvous",
-                    "--result",
-                    str(result),
-                ]
+                options = ["--rank", str(rank), "--init-method", meeting, "--result", str(result)]
                 own = rank_environment(rank, world_size, devices)
                 with log.open("w") as file:
                     children.append(subprocess.Popen([*command, *options], stdout=file, stderr=file, env=env | own))
