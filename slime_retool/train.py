@@ -37,7 +37,7 @@ from slime_retool.errors import SlimeRetoolError, UserError
 from slime_retool.observe.earlier import set_aside
 from slime_retool.observe.memory import GIB, host_bytes
 from slime_retool.observe.metrics import Metrics
-from slime_retool.planning.disk import checkpoint_bytes, free_bytes
+from slime_retool.planning.disk import all_checkpoint_bytes, free_bytes
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime_retool.train"
@@ -257,9 +257,7 @@ class Loop:
             return
         last = config.num_rollout - 1
         count = sum(n == last or self._due(config.save_interval, n) for n in range(first, config.num_rollout))
-        each = checkpoint_bytes(config, bf16=config.in_bf16)
-        if config.uses_critic:
-            each += checkpoint_bytes(config, bf16=config.in_bf16, critic=True)
+        each = all_checkpoint_bytes(config, bf16=config.in_bf16)
         free = free_bytes(config.save)
         if count * each > free:
             logger.warning(

@@ -14,7 +14,7 @@ from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.planning.cards import CARDS, GEMM_SHARE
 from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
-from slime_retool.planning.disk import checkpoint_bytes
+from slime_retool.planning.disk import all_checkpoint_bytes, checkpoint_bytes
 from slime_retool.planning.generation import generate_seconds
 from slime_retool.planning.memory import GIB, host_memory, stage_memory, trainer_memory
 from slime_retool.planning.parameters import (
@@ -62,17 +62,18 @@ def test_the_ranks_of_a_layout_hold_the_whole_model(tp, pp):
 
 def test_a_checkpoint_takes_its_weights_and_optimizer_on_disk():
     config = config_of("qwen3-1.7B")
-    assert checkpoint_bytes(config, bf16=True) == pytest.approx(22.44 * GIB, rel=1e-3)  # measured: 2 files of an H200
+    assert checkpoint_bytes(config, bf16=True) == pytest.approx(22.44 * GIB, rel=1e-3)  # as measured on two H200
     assert checkpoint_bytes(config, bf16=False) == 12 * total_parameters(config)
-    config = config_of("qwen3-4B", lora_rank=32, no_save_optim=True)
-    assert checkpoint_bytes(config, bf16=True) == 2 * 36 * adapter_parameters(config, config.lora)
-    # A critic has no adapters, and without output layer what a tied model has.
-    untied, head = config_of("qwen3-8B"), 4096
-    for critic in (config, untied):
-        output = 151_936 * 4096 if critic is untied else 0
-        expected = total_parameters(critic) - output + (head if critic is untied else 0)
-        size = checkpoint_bytes(critic, bf16=True, critic=True)
-        assert size == expected * (2 if critic is config else 14)
+    adapters = config_of("qwen3-4B", lora_rank=32, no_save_optim=True)
+    assert checkpoint_bytes(adapters, bf16=True) == 2 * 36 * adapter_parameters(adapters, adapters.lora)
+    # A critic has no adapters, and a head of one row where an untied model has the output layer.
+    assert checkpoint_bytes(adapters, bf16=True, critic=True) == 2 * total_parameters(adapters)
+    untied = config_of("qwen3-8B")
+    critic = 14 * (total_parameters(untied) - 151_935 * 4096)
+    assert checkpoint_bytes(untied, bf16=True, critic=True) == critic
+    alone = all_checkpoint_bytes(untied, bf16=True)
+    assert alone == checkpoint_bytes(untied, bf16=True)
+    assert all_checkpoint_bytes(config_of("qwen3-8B", advantage_estimator="ppo"), bf16=True) == alone + critic
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (8, 1), (8, 2)])

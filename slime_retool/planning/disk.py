@@ -33,6 +33,12 @@ def checkpoint_bytes(config: Config, *, bf16: bool, critic: bool = False) -> int
     return count * (weight if config.no_save_optim else 4 + MOMENTS + (weight if bf16 else 0))
 
 
+def all_checkpoint_bytes(config: Config, *, bf16: bool) -> int:
+    """Of what is written at one save: the actor's checkpoint, and the critic's where there is one."""
+    total = checkpoint_bytes(config, bf16=bf16)
+    return total + checkpoint_bytes(config, bf16=bf16, critic=True) if config.uses_critic else total
+
+
 def free_bytes(folder: str) -> int:
     """Free for this user on the disk that `folder` is on, or will be."""
     return shutil.disk_usage(nearest_existing(folder)).free

@@ -10,7 +10,7 @@ from slime_retool.config.engines import check_engines
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.validate import check_batches, check_precision
 from slime_retool.planning.cards import Card
-from slime_retool.planning.disk import checkpoint_bytes
+from slime_retool.planning.disk import all_checkpoint_bytes
 from slime_retool.planning.flops import model_flops
 from slime_retool.planning.generation import generate_seconds, offload_seconds, sync_seconds
 from slime_retool.planning.memory import (
@@ -104,10 +104,7 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
         engine=engine,
         moments=moments,
         host=host_memory(config, trainer),
-        disk=sum(
-            checkpoint_bytes(config, bf16=config.precision != "fp32", critic=critic)
-            for critic in (False, True)[: 1 + config.uses_critic]
-        ),
+        disk=all_checkpoint_bytes(config, bf16=config.precision != "fp32"),
         time=time,
         workload=workload,
         micro_batches=micro_batches(config, workload),

@@ -55,10 +55,6 @@ class Offloadable:
         self._away: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
-    def is_away(self) -> bool:
-        return bool(self._away)
-
-    @property
     def nbytes(self) -> int:
         """Bytes on the device now."""
         return sum(storage.nbytes() for storage in self._storages())
