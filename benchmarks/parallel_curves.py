@@ -56,6 +56,8 @@ from benchmarks.results import installed_versions, write_result
 from benchmarks.shapes import ROOT, model_flags, prepare
 from benchmarks.texts import repository_text
 
+OPTIONS = ("model", "steps", "samples", "length", "lr", "max_tokens_per_gpu")
+"""Of this script, what a curve depends on."""
 FLOOR = 4 * 2.0**-23
 """Relative difference that fp32 sums may always have."""
 
@@ -234,9 +236,8 @@ def setting_of(args: argparse.Namespace) -> dict[str, Any]:
     """All that curves must share to be compared: what is computed, on what, with which versions."""
     import torch
 
-    names = ("model", "steps", "samples", "length", "lr", "max_tokens_per_gpu", "flags")
     return {
-        **{name: vars(args)[name] for name in names},
+        **{name: vars(args)[name] for name in (*OPTIONS, "flags")},
         "text": hashlib.sha256(repository_text().encode()).hexdigest(),
         "card": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "versions": installed_versions(),
@@ -287,8 +288,9 @@ def run_all(args: argparse.Namespace, setting: Mapping[str, Any], work: Path) ->
                 write_curves(args.output, setting, curves())
 
     def run(name: str, devices: Sequence[str]) -> None:
-        names = ("model", "device", "steps", "samples", "length", "lr", "max_tokens_per_gpu")
-        options = [word for key in names for word in (f"--{key.replace('_', '-')}", str(vars(args)[key]))]
+        options = [
+            word for key in ("device", *OPTIONS) for word in (f"--{key.replace('_', '-')}", str(vars(args)[key]))
+        ]
         worker = ["--worker", name, "--checkpoint", str(weights / "torch_dist"), *options]
         # The flags of the run are put last, behind what run_ranks adds.
         command = [sys.executable, __file__, *worker, *(f"--flag={flag}" for flag in args.flags)]

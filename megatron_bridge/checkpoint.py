@@ -30,13 +30,18 @@ def checkpoint_name(iteration: int | None) -> str:
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
+def exists(root: str | Path) -> bool:
+    """Whether `root` holds a finished checkpoint."""
+    return (Path(root) / LATEST_FILE).is_file()
+
+
 def latest_iteration(root: str | Path) -> int | None:
     """The newest complete checkpoint under `root`; None for a converted one ("release").
 
     Raises ValueError where there is none.
     """
     path = Path(root) / LATEST_FILE
-    if not path.is_file():
+    if not exists(root):
         raise ValueError(f"{path} does not exist: {root} is no checkpoint directory, or nothing was saved yet")
     text = path.read_text().strip()
     if text != RELEASE and not text.isdigit():

@@ -23,13 +23,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from megatron_bridge import flags
-from megatron_bridge.checkpoint import LATEST_FILE, prune
+from megatron_bridge.checkpoint import exists, prune
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
@@ -115,7 +114,7 @@ def run(config: Config, check: ServerFlagCheck) -> None:
 
 def _resumes(config: Config) -> bool:
     """Whether --load holds a checkpoint, as the trainers will find it; nothing else knows of earlier rollouts."""
-    return not config.debug_rollout_only and config.load is not None and (Path(config.load) / LATEST_FILE).is_file()
+    return not config.debug_rollout_only and config.load is not None and exists(config.load)
 
 
 class Phases:
@@ -137,12 +136,9 @@ class Phases:
         yield
         self._seconds[name] += time.monotonic() - begin
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is done inside is no part of the step."""
-        begin = time.monotonic()
-        yield
-        self._started += time.monotonic() - begin
+    def leave_out(self, seconds: float) -> None:
+        """What took these is no part of the step."""
+        self._started += seconds
 
     def figures(self, measured: Mapping[str, float]) -> dict[str, float]:
         """All phases and the whole step; what `measured` holds of them wins."""
@@ -226,10 +222,10 @@ class Loop:
         self._metrics.log(rollout_id, figures)
         timing: dict[str, float] = {}
         if not config.debug_rollout_only:
-            if config.save is not None and (last or self._due(config.save_interval, rollout_id)):
+            if self._saves_at(rollout_id):
                 # Now, while the trainer has its device: it leaves when the engines get its weights.
-                with phases.apart():
-                    timing["perf/save_seconds"] = self._save(rollout_id)
+                timing["perf/save_seconds"] = self._save(rollout_id)
+                phases.leave_out(timing["perf/save_seconds"])
             if config.num_engines:
                 timing["rollout/weight_version"] = float(self._hand_over(phases))
         timing |= phases.figures(figures)
@@ -239,6 +235,13 @@ class Loop:
         if self._due(config.eval_interval, rollout_id) or (last and config.eval_interval is not None):
             self._evaluate(rollout_id)
         return figures | timing
+
+    def _saves_at(self, rollout_id: int) -> bool:
+        config = self._config
+        assert config.num_rollout is not None
+        return config.save is not None and (
+            rollout_id + 1 == config.num_rollout or self._due(config.save_interval, rollout_id)
+        )
 
     def _save(self, rollout_id: int) -> float:
         """Write a checkpoint, and delete old ones once those of actor and critic are complete: one goes on with the
@@ -255,8 +258,7 @@ class Loop:
         assert config.num_rollout is not None
         if config.save is None or config.save_keep is not None or config.debug_rollout_only:
             return
-        last = config.num_rollout - 1
-        count = sum(n == last or self._due(config.save_interval, n) for n in range(first, config.num_rollout))
+        count = sum(map(self._saves_at, range(first, config.num_rollout)))
         each = all_checkpoint_bytes(config, bf16=config.in_bf16)
         free = free_bytes(config.save)
         if count * each > free:

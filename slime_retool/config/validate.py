@@ -11,6 +11,7 @@ import math
 import os
 from pathlib import Path
 
+from megatron_bridge.checkpoint import LATEST_FILE, exists
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.lora_spec import TARGET_MODULES
 from megatron_bridge.model_config import ModelArgs, nearest_divisor, required
@@ -203,10 +204,9 @@ def check_limits(config: Config) -> None:
 def _check_checkpoints(config: Config) -> None:
     if config.debug_rollout_only:
         return
-    tracker = "latest_checkpointed_iteration.txt"
     if config.ref_load is not None:
-        require_folder(config.ref_load, "--ref-load", tracker)
-    resumable = config.load is not None and os.path.exists(os.path.join(config.load, tracker))
+        require_folder(config.ref_load, "--ref-load", LATEST_FILE)
+    resumable = config.load is not None and exists(config.load)
     require(
         config.ref_load is not None or resumable,
         "no weights to start from: give --ref-load DIR (made by tools/convert_hf_to_torch_dist.py), or --load DIR "

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from megatron_bridge.model_config import ModelArgs, padded_vocab_size, query_groups, required
 from slime_retool.config import Config
+from slime_retool.observe.memory import GIB
 from slime_retool.planning.activations import (
     BF16,
     FP32,
@@ -38,7 +39,6 @@ from slime_retool.planning.parameters import (
 )
 from slime_retool.planning.workload import Workload
 
-GIB = 2**30
 RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest: outside of what torch counts."""
 ENGINE_RUNTIME_BYTES = int(3.0 * GIB)

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge.checkpoint import (
-    LATEST_FILE,
     OLD,
     PART,
     checkpoint_name,
+    exists,
     latest_iteration,
     load_model_state,
     model_state_dict,
@@ -59,11 +59,6 @@ class TrainerState:
     scheduler_steps: int
     with_optimizer: bool
     extra: dict[str, Any]
-
-
-def exists(root: str) -> bool:
-    """Whether `root` holds a finished checkpoint."""
-    return (Path(root) / LATEST_FILE).is_file()
 
 
 def latest(root: str) -> int | None:
