@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from dist_utils import run_distributed
 from trainer_utils import VOCAB_SIZE, gradients, make_trainer, random_samples, sharpen, tiny_config, weights
 
 from slime_retool.errors import SaveError
+from slime_retool.planning import disk
 from slime_retool.planning.disk import checkpoint_bytes
 from slime_retool.trainer import checkpoint
 from slime_retool.types import RolloutBatch, TrainSample
@@ -233,8 +235,25 @@ def _full(rank: int, world_size: int, root: str) -> dict[str, Any]:
     written = sum(path.stat().st_size for path in (folder / "iter_0000000").glob("*.distcp"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (written // 8, limits[1]))
+    rmtree, nearest = shutil.rmtree, disk.nearest_existing
+
+    def late_rmtree(path: Path, **options: Any) -> None:
+        time.sleep(0.5)
+        rmtree(path, **options)
+
+    def nearest_before_it_goes(path: str) -> str:
+        """Rank 0 deletes what there was of the checkpoint while others look how much room there is."""
+        found = nearest(path)
+        while list(folder.glob("*.part")):
+            time.sleep(0.01)
+        return found
+
     try:
-        trainer.save(1, {})
+        with (
+            mock.patch.object(checkpoint.shutil, "rmtree", late_rmtree),
+            mock.patch.object(disk, "nearest_existing", nearest_before_it_goes),
+        ):
+            trainer.save(1, {})
         message = "saved"
     except SaveError as error:
         message = str(error)

@@ -117,9 +117,10 @@ def _write(tensors: dict[str, Any], part: Path, rollout_id: int) -> None:
             shutil.rmtree(part, ignore_errors=True)  # on a full disk it would stand in the way of what makes room
         known = not isinstance(error, CheckpointException) or error.failures
         reason = str(error).strip().splitlines()[-1] if known else "an error of another rank"
+        free = free_bytes(str(part.parent))  # not of `part`, which rank 0 may be deleting just then
         raise SaveError(
             f"the checkpoint of rollout {rollout_id} could not be written to {part.parent} ({reason}), where "
-            f"{free_bytes(str(part)) / GIB:.1f} GiB are free now; the checkpoints before it are whole: make room and "
+            f"{free / GIB:.1f} GiB are free now; the checkpoints before it are whole: make room and "
             "go on from them with --load"
         ) from error
 
