@@ -41,7 +41,7 @@ from benchmarks.results import write_result
 from benchmarks.scripted_turns import ScriptedFormat, TurnCounts, around, run_scripted, turn_lengths
 from benchmarks.shapes import ROOT, prepare
 from slime_retool.config import Config, parse_config, resolve_device
-from slime_retool.rollout.context import GenerationEngine
+from slime_retool.protocols import GenerationEngine
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.tool_use import Tool, ToolCall, ToolRegistry
 from slime_retool.types import Sample

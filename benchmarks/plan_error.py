@@ -44,11 +44,12 @@ from benchmarks.ranks import (
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT
 from benchmarks.train_step import Case, make_samples, trainer_flags
+from megatron_bridge.arithmetic import GIB
+from megatron_bridge.arithmetic.cards import CARDS, Card, card_of_device
+from slime_retool.commands.plan.memory import trainer_memory
+from slime_retool.commands.plan.timing import train_seconds
+from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import parse_config
-from slime_retool.planning.cards import CARDS, Card, card_of_device
-from slime_retool.planning.memory import GIB, trainer_memory
-from slime_retool.planning.timing import train_seconds
-from slime_retool.planning.workload import Workload
 
 WARMUP, STEPS = 2, 3
 SEED = 1000

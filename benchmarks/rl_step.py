@@ -79,7 +79,7 @@ def run_training(
 
 def _report(output: Path, known: list[Row], shown: Sequence[str], begin: float) -> list[Row]:
     """All steps until now; prints those that are new."""
-    from slime_retool.observe.metrics import read_metrics
+    from slime_retool.metrics import read_metrics
 
     path = output / "metrics.jsonl"
     ends = "perf/step_seconds"  # among the figures that a step writes last

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slime_retool.rollout.context import Completion, GenerationEngine
+from slime_retool.protocols import Completion, GenerationEngine
 from slime_retool.tool_use import LoopBudgets, ToolCall, ToolRegistry, Turn, run_tool_loop
 from slime_retool.tool_use.qwen import QwenFormat
 from slime_retool.types import Sample, ToolSchema

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from slime_retool.protocols import Completion
 from slime_retool.rollout.collector import settle_garbage_collector
-from slime_retool.rollout.context import Completion
 from slime_retool.tool_use import FORMATS, LoopBudgets, Tool, ToolFormat, ToolRegistry, make_format, run_tool_loop
 from slime_retool.types import Sample, SampleStatus
 

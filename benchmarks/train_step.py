@@ -115,7 +115,7 @@ def make_samples(case: Case, vocab_size: int, seed: int) -> list[Any]:
 
 def flops_of(config: Any, samples: list[Any], *, training: bool, strict: bool) -> float:
     """See the module's docstring."""
-    from slime_retool.planning.flops import model_flops
+    from megatron_bridge.arithmetic.flops import model_flops
 
     read = sum(sample.num_loss_tokens for sample in samples) if strict else None
     return model_flops(config, [sample.length for sample in samples], training=training, logit_tokens=read)

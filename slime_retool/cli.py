@@ -46,15 +46,15 @@ def _run(arguments: list[str]) -> int:
 
         return train(arguments[1:])
     if arguments[:1] == ["eval"]:
-        from slime_retool.evaluation import main as evaluate
+        from slime_retool.commands.eval import main as evaluate
 
         return evaluate(arguments[1:])
     if arguments[:1] == ["plan"]:
-        from slime_retool.planning.command import main as plan
+        from slime_retool.commands.plan.command import main as plan
 
         return plan(arguments[1:])
     if arguments[:2] == ["data", "check"]:
-        from slime_retool.data.check import main as check_data
+        from slime_retool.commands.data_check import main as check_data
 
         return check_data(arguments[2:])
     parser = argparse.ArgumentParser(prog="slime-retool", description="Tools beside the training loop.")

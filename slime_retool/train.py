@@ -23,20 +23,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from megatron_bridge import flags
+from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import exists, prune
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, UserError
-from slime_retool.observe.earlier import set_aside
-from slime_retool.observe.memory import GIB, host_bytes
-from slime_retool.observe.metrics import Metrics
-from slime_retool.planning.disk import all_checkpoint_bytes, free_bytes
+from slime_retool.metrics import JsonlTracker, Metrics, Phases, TensorBoardTracker, Tracker, WandbTracker, host_bytes
+from slime_retool.run_folder import free_bytes, set_aside
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime_retool.train"
@@ -108,44 +108,34 @@ def run(config: Config, check: ServerFlagCheck) -> None:
             check.wait()
             if not _resumes(config):
                 set_aside(config.output_dir)
-            with closing(Metrics(config)) as metrics:
+            with closing(Metrics(trackers_of(config))) as metrics:
                 Loop(config, cluster, rollout, metrics).run()
+
+
+def trackers_of(config: Config) -> list[Tracker]:
+    """Where a run's metrics go."""
+    folder = Path(config.output_dir)
+    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
+    if config.use_tensorboard:
+        trackers.append(TensorBoardTracker(folder / "tensorboard"))
+    if config.use_wandb:
+        secrets = flags.secrets_of(Config)
+        tracker = WandbTracker(
+            config.wandb_key,
+            project=config.wandb_project,
+            group=config.wandb_group,
+            name=config.wandb_name,
+            mode=config.wandb_mode,
+            dir=config.output_dir,
+            config={name: value for name, value in vars(config).items() if name not in secrets},
+        )
+        trackers.append(tracker)
+    return trackers
 
 
 def _resumes(config: Config) -> bool:
     """Whether --load holds a checkpoint, as the trainers will find it; nothing else knows of earlier rollouts."""
     return not config.debug_rollout_only and config.load is not None and exists(config.load)
-
-
-class Phases:
-    """Where the seconds of one step go.
-
-    `with phases("sync"): ...` adds to `perf/sync_seconds`. Log-probs and training are measured by the trainer itself;
-    what belongs to none of them (Ray, starting and waiting) is `perf/idle_seconds`.
-    """
-
-    NAMES = ("generate", "log_probs", "train", "sync", "offload")
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._seconds = dict.fromkeys(self.NAMES, 0.0)
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        self._seconds[name] += time.monotonic() - begin
-
-    def leave_out(self, seconds: float) -> None:
-        """What took these is no part of the step."""
-        self._started += seconds
-
-    def figures(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """All phases and the whole step; what `measured` holds of them wins."""
-        step = time.monotonic() - self._started
-        phases = {f"perf/{name}_seconds": seconds for name, seconds in self._seconds.items()}
-        phases |= {name: measured[name] for name in phases if name in measured}
-        return phases | {"perf/idle_seconds": step - sum(phases.values()), "perf/step_seconds": step}
 
 
 class Loop:
@@ -259,7 +249,7 @@ class Loop:
         if config.save is None or config.save_keep is not None or config.debug_rollout_only:
             return
         count = sum(map(self._saves_at, range(first, config.num_rollout)))
-        each = all_checkpoint_bytes(config, bf16=config.in_bf16)
+        each = config.bytes_of_a_save
         free = free_bytes(config.save)
         if count * each > free:
             logger.warning(

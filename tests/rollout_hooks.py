@@ -9,7 +9,8 @@ from typing import Any
 
 from slime_retool.config import Config
 from slime_retool.errors import EngineError, RewardError
-from slime_retool.rollout.context import Completion, DataSource, RolloutContext, current_context
+from slime_retool.protocols import Completion, DataSource
+from slime_retool.rollout.context import RolloutContext, current_context
 from slime_retool.types import RolloutBatch, Sample
 
 

@@ -25,7 +25,7 @@ from benchmarks.ranks import NO_GPU, rank_environment, run_ranks, side_by_side  
 from benchmarks.rl_step import run_training  # noqa: E402
 from benchmarks.scripted_turns import TurnCounts  # noqa: E402
 from benchmarks.shapes import model_args, split_shards, tensor_shapes, write_checkpoint  # noqa: E402
-from slime_retool.rollout.context import Completion  # noqa: E402
+from slime_retool.protocols import Completion  # noqa: E402
 
 
 class CachingEngine:

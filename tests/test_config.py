@@ -20,7 +20,6 @@ from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.groups import RolloutArgs
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
-from slime_retool.planning.disk import checkpoint_bytes
 from slime_retool.train import _flag_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -467,7 +466,7 @@ def test_a_folder_without_permission_is_refused(run_args, monkeypatch, tmp_path)
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused(run_args, monkeypatch, tmp_path):
     config = checked(run_args | {"--save": f"{tmp_path}/a"})
-    size = checkpoint_bytes(config, bf16=False)
+    size = config.checkpoint_bytes()
     asked = []
 
     def has(free: int) -> None:
@@ -483,7 +482,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(run_args, monkeypatch, 
     ppo = {"--advantage-estimator": "ppo", "--n-samples-per-prompt": "1"}
     with pytest.raises(ConfigError, match=f"--save {tmp_path}/a: a checkpoint takes"):
         checked(run_args | ppo | {"--save": f"{tmp_path}/a"})
-    has(size + checkpoint_bytes(config, bf16=False, critic=True))
+    has(size + config.checkpoint_bytes(critic=True))
     assert checked(run_args | ppo | {"--save": f"{tmp_path}/a"})
 
 

@@ -15,7 +15,7 @@ import pytest
 from run_utils import make_model, rl_values
 from sglang_utils import processes_with
 
-from slime_retool.observe.metrics import read_metrics
+from slime_retool.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "SLIME_RETOOL_TEST_RUN"

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import tensor_checksum
 from slime_retool.errors import EngineError, WeightUpdateError
-from slime_retool.rollout.context import Completion, RolloutContext
+from slime_retool.protocols import Completion
+from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.sampling import training_sampling_params

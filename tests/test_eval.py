@@ -12,17 +12,17 @@ import pytest
 from aiohttp import web
 from rollout_hooks import scripted_context
 
+from slime_retool.commands.eval import _as_evaluation, table
+from slime_retool.commands.eval import main as eval_main
 from slime_retool.config import Config
 from slime_retool.config.validate import check_batches
 from slime_retool.engine.server import kv_tokens
 from slime_retool.errors import ConfigError, EngineError
-from slime_retool.evaluation import _as_evaluation, table
-from slime_retool.evaluation import main as eval_main
-from slime_retool.observe.statistics import majority_at_k, pass_at_k
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import use_context
 from slime_retool.rollout.eval_figures import set_figures
 from slime_retool.rollout.evaluate import evaluate
+from slime_retool.rollout.statistics import majority_at_k, pass_at_k
 from slime_retool.tool_use import LoopBudgets, Tool, ToolRegistry, run_chat_loop
 from slime_retool.types import Sample, SampleStatus
 
@@ -309,7 +309,7 @@ def _main_off_the_main_thread(flags: list[str]) -> int:
     """Signal handlers can only be set in the main thread, which runs the server here."""
     from unittest import mock
 
-    with mock.patch("slime_retool.evaluation.signal.signal"):
+    with mock.patch("slime_retool.commands.eval.signal.signal"):
         return eval_main(flags)
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_retool.observe import statistics
-from slime_retool.observe.statistics import estimate, majority_at_k, pass_at_k, powers_up_to, wilson_interval
+from slime_retool.rollout import statistics
+from slime_retool.rollout.statistics import estimate, majority_at_k, pass_at_k, powers_up_to, wilson_interval
 
 
 @given(n=st.integers(1, 9), data=st.data())

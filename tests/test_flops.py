@@ -7,11 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from megatron_bridge.arithmetic.cards import CARDS, card_of_device
+from megatron_bridge.arithmetic.flops import model_flops
 from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs
 from slime_retool.config import Config
-from slime_retool.planning.cards import CARDS, card_of_device
-from slime_retool.planning.flops import model_flops
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.report import speed_figures
 from slime_retool.types import TrainSample

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LIGHT = ("types", "errors", "plugins", "config", "data", "tool_use", "sandbox", "reward", "rollout", "observe")
+LIGHT = (
+    "types", "errors", "protocols", "run_folder", "metrics", "config", "data", "tool_use", "sandbox", "reward",
+    "rollout", "commands",
+)  # fmt: skip
 HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "transformer_engine")
 
 BLOCKED_IMPORT = """

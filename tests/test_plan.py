@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 from test_model_scripts import PUBLISHED, source
 
-from slime_retool.cli import main
-from slime_retool.config import Config
-from slime_retool.planning.cards import CARDS, GEMM_SHARE
-from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
-from slime_retool.planning.disk import all_checkpoint_bytes, checkpoint_bytes
-from slime_retool.planning.generation import generate_seconds
-from slime_retool.planning.memory import GIB, host_memory, stage_memory, trainer_memory
-from slime_retool.planning.parameters import (
+from megatron_bridge.arithmetic import GIB
+from megatron_bridge.arithmetic.cards import CARDS, GEMM_SHARE
+from megatron_bridge.arithmetic.parameters import (
     active_parameters,
     adapter_parameters,
     stage_layers,
     stage_parameters,
     total_parameters,
 )
-from slime_retool.planning.plan import make_plan
-from slime_retool.planning.timing import stage_passes, train_seconds
-from slime_retool.planning.workload import Workload
+from slime_retool.cli import main
+from slime_retool.commands.plan.changes import changes_that_fit, changes_that_speed_up
+from slime_retool.commands.plan.generation import generate_seconds
+from slime_retool.commands.plan.memory import host_memory, stage_memory, trainer_memory
+from slime_retool.commands.plan.plan import make_plan
+from slime_retool.commands.plan.timing import stage_passes, train_seconds
+from slime_retool.commands.plan.workload import Workload
+from slime_retool.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,18 +62,18 @@ def test_the_ranks_of_a_layout_hold_the_whole_model(tp, pp):
 
 def test_a_checkpoint_takes_its_weights_and_optimizer_on_disk():
     config = config_of("qwen3-1.7B")
-    assert checkpoint_bytes(config, bf16=True) == pytest.approx(22.44 * GIB, rel=1e-3)  # as measured on two H200
-    assert checkpoint_bytes(config, bf16=False) == 12 * total_parameters(config)
+    assert config.checkpoint_bytes() == pytest.approx(22.44 * GIB, rel=1e-3)  # as measured on two H200
+    assert config_of("qwen3-1.7B", device="cpu").checkpoint_bytes() == 12 * total_parameters(config)
     adapters = config_of("qwen3-4B", lora_rank=32, no_save_optim=True)
-    assert checkpoint_bytes(adapters, bf16=True) == 2 * 36 * adapter_parameters(adapters, adapters.lora)
+    assert adapters.checkpoint_bytes() == 2 * 36 * adapter_parameters(adapters, adapters.lora)
     # A critic has no adapters, and a head of one row where an untied model has the output layer.
-    assert checkpoint_bytes(adapters, bf16=True, critic=True) == 2 * total_parameters(adapters)
+    assert adapters.checkpoint_bytes(critic=True) == 2 * total_parameters(adapters)
     untied = config_of("qwen3-8B")
     critic = 14 * (total_parameters(untied) - 151_935 * 4096)
-    assert checkpoint_bytes(untied, bf16=True, critic=True) == critic
-    alone = all_checkpoint_bytes(untied, bf16=True)
-    assert alone == checkpoint_bytes(untied, bf16=True)
-    assert all_checkpoint_bytes(config_of("qwen3-8B", advantage_estimator="ppo"), bf16=True) == alone + critic
+    assert untied.checkpoint_bytes(critic=True) == critic
+    alone = untied.bytes_of_a_save
+    assert alone == untied.checkpoint_bytes()
+    assert config_of("qwen3-8B", advantage_estimator="ppo").bytes_of_a_save == alone + critic
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (8, 1), (8, 2)])

@@ -9,9 +9,9 @@ import torch
 from dist_utils import run_distributed
 from trainer_utils import tiny_config
 
+from megatron_bridge.arithmetic.parameters import widths
+from slime_retool.commands.plan.activations import layer_bytes, layer_input_bytes
 from slime_retool.config import Config
-from slime_retool.planning.activations import layer_bytes, layer_input_bytes
-from slime_retool.planning.parameters import widths
 
 TOKENS = 64
 SHAPE = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, num_query_groups=4, kv_channels=16)

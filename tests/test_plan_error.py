@@ -15,8 +15,8 @@ sys.path.append(str(ROOT))
 
 from benchmarks import plan_error  # noqa: E402
 from benchmarks.train_step import Case, make_samples  # noqa: E402
-from slime_retool.planning.cards import CARDS  # noqa: E402
-from slime_retool.planning.memory import GIB  # noqa: E402
+from megatron_bridge.arithmetic import GIB  # noqa: E402
+from megatron_bridge.arithmetic.cards import CARDS  # noqa: E402
 
 
 @pytest.mark.parametrize("case", plan_error.CASES.values(), ids=lambda case: case.name)

@@ -12,8 +12,9 @@ import pytest
 from sglang_utils import engine_config, processes_with
 
 from megatron_bridge.checkpoint import LATEST_FILE
-from slime_retool import evaluation, train
+from slime_retool import train
 from slime_retool.cluster import cluster
+from slime_retool.commands import eval as evaluation
 from slime_retool.engine import flag_check
 from slime_retool.errors import CheckpointError, ConfigError, DataError, RolloutError, SaveError
 from slime_retool.rollout import manager

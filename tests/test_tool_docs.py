@@ -11,7 +11,7 @@ import pytest
 from tool_helpers import ScriptedEngine, call_text, tokenizer
 
 from slime_retool.config import Config
-from slime_retool.plugins import load_function
+from slime_retool.protocols import load_function
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.types import Sample, SampleStatus
 

@@ -9,7 +9,7 @@ import pytest
 from tool_helpers import TOOLS, ScriptedEngine, call_text, encode, tokenizer
 
 from slime_retool.errors import ConfigError, EngineError, RolloutError, ToolUnavailable
-from slime_retool.rollout.context import Completion
+from slime_retool.protocols import Completion
 from slime_retool.rollout.figures import sample_figures
 from slime_retool.tool_use import (
     LoopBudgets,

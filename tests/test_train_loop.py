@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,8 @@ from megatron_bridge.checkpoint import checkpoint_name, write_latest
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError
-from slime_retool.observe.metrics import Metrics, read_metrics
-from slime_retool.planning.disk import checkpoint_bytes
-from slime_retool.train import Loop
+from slime_retool.metrics import Metrics, read_metrics
+from slime_retool.train import Loop, trackers_of
 from slime_retool.types import RolloutBatch, TrainSample
 
 
@@ -70,7 +70,7 @@ def loop(tmp_path: Path, parts: Parts, **values: Any) -> Loop:
     )  # fmt: skip
     for name, value in values.items():
         setattr(config, name, value)
-    return Loop(config, parts, parts, Metrics(config))
+    return Loop(config, parts, parts, Metrics(trackers_of(config)))
 
 
 @pytest.mark.parametrize("when", [{"eval_interval": 1}, {}], ids=["evaluation", "rollout"])
@@ -129,7 +129,7 @@ def test_old_checkpoints_go_when_the_new_ones_of_actor_and_critic_are_there(tmp_
 @pytest.mark.parametrize(("keep", "free", "warned"), [(None, 3.5, True), (None, 4.5, False), (2, 3.5, False)])
 def test_checkpoints_that_will_not_fit_are_told_of_at_the_start(keep, free, warned, tmp_path, monkeypatch, caplog):
     run = loop(tmp_path, SavingParts(tmp_path / "new"), num_rollout=7, save_interval=2, save_keep=keep, save_hf=None)
-    size = checkpoint_bytes(run._config, bf16=False)
+    size = run._config.checkpoint_bytes()
     monkeypatch.setattr("slime_retool.train.free_bytes", lambda folder: int(free * size))
     run.run()
     assert ("4 checkpoints of" in caplog.text and "--save-keep N" in caplog.text) == warned
@@ -154,7 +154,8 @@ def test_a_checkpoint_is_written_while_the_trainer_has_its_device_and_after_its_
             known.extend(read_metrics(tmp_path / "metrics.jsonl"))
             clock[0] += 100
 
-    monkeypatch.setattr("slime_retool.train.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for module in ("train", "metrics"):
+        monkeypatch.setattr(f"slime_retool.{module}.time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
     loop(tmp_path, Recorder(), num_rollout=1, save_hf=None, rollout_num_gpus=1).run()
     assert calls[-6:] == ["begin_training", "train", "save", "begin_update", "update_weights", "begin_generation"]
     assert known[0]["train/loss"] == 0.5 and "perf/step_seconds" not in known[0]

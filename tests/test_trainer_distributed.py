@@ -21,9 +21,8 @@ import torch
 from dist_utils import run_distributed
 from trainer_utils import VOCAB_SIZE, gradients, make_trainer, random_samples, sharpen, tiny_config, weights
 
+from slime_retool import run_folder
 from slime_retool.errors import SaveError
-from slime_retool.planning import disk
-from slime_retool.planning.disk import checkpoint_bytes
 from slime_retool.trainer import checkpoint
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -235,7 +234,7 @@ def _full(rank: int, world_size: int, root: str) -> dict[str, Any]:
     written = sum(path.stat().st_size for path in (folder / "iter_0000000").glob("*.distcp"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (written // 8, limits[1]))
-    rmtree, nearest = shutil.rmtree, disk.nearest_existing
+    rmtree, nearest = shutil.rmtree, run_folder.nearest_existing
 
     def late_rmtree(path: Path, **options: Any) -> None:
         time.sleep(0.5)
@@ -251,7 +250,7 @@ def _full(rank: int, world_size: int, root: str) -> dict[str, Any]:
     try:
         with (
             mock.patch.object(checkpoint.shutil, "rmtree", late_rmtree),
-            mock.patch.object(disk, "nearest_existing", nearest_before_it_goes),
+            mock.patch.object(run_folder, "nearest_existing", nearest_before_it_goes),
         ):
             trainer.save(1, {})
         message = "saved"
@@ -269,7 +268,7 @@ def _full(rank: int, world_size: int, root: str) -> dict[str, Any]:
     trainer.shutdown()
     return {
         "message": message, "left": left, "found": found, "written": written,
-        "planned": checkpoint_bytes(config, bf16=False),
+        "planned": config.checkpoint_bytes(),
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from prepare import convert_command
 from run import FULL, SHORT, Quickstart
 
-from slime_retool.observe.metrics import read_metrics
+from slime_retool.metrics import read_metrics
 
 ALGORITHMS: dict[str, list[str]] = {
     "grpo": ["--advantage-estimator", "grpo", "--eps-clip", "0.2"],

@@ -26,7 +26,7 @@ from typing import Any
 
 from prepare import convert_command, model_flags, write_inputs
 
-from slime_retool.observe.metrics import read_metrics
+from slime_retool.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

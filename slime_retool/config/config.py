@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from megatron_bridge import flags
+from megatron_bridge.arithmetic import checkpoint_size
 from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs
 from slime_retool.config import groups
-from slime_retool.data.mixture import DataSet, parse_data_sets
+from slime_retool.config.data_sets import DataSet, parse_data_sets
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -105,6 +106,21 @@ class Config(
             actor_num_gpus_per_node=self.critic_num_gpus_per_node or 1,
             offload_train=False,  # nobody else wants its devices
         )
+
+    def checkpoint_bytes(self, *, critic: bool = False) -> int:
+        """Bytes of one checkpoint of the actor, or of the critic (which has no adapters)."""
+        return checkpoint_size.checkpoint_bytes(
+            self,
+            bf16=self.in_bf16,
+            with_optimizer=not self.no_save_optim,
+            lora=None if critic else self.lora,
+            value_head=critic,
+        )
+
+    @property
+    def bytes_of_a_save(self) -> int:
+        """Bytes of what is written at one save: the actor's checkpoint, and the critic's where there is one."""
+        return self.checkpoint_bytes() + (self.checkpoint_bytes(critic=True) if self.uses_critic else 0)
 
     @property
     def samples_per_rollout(self) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from slime_retool.data.readers import split_slice
+from slime_retool.config.data_sets import split_slice
 from slime_retool.errors import ConfigError
-from slime_retool.planning.disk import nearest_existing
+from slime_retool.run_folder import nearest_existing
 
 
 def require(ok: bool, message: str) -> None:

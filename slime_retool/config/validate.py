@@ -11,6 +11,7 @@ import math
 import os
 from pathlib import Path
 
+from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import LATEST_FILE, exists
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.lora_spec import TARGET_MODULES
@@ -23,9 +24,8 @@ from slime_retool.config.parallel import check_parallel
 from slime_retool.config.require import require, require_file, require_folder, require_writable
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
-from slime_retool.observe.memory import GIB
-from slime_retool.planning.disk import checkpoint_bytes, free_bytes, nearest_existing
-from slime_retool.plugins import load_function
+from slime_retool.protocols import load_function
+from slime_retool.run_folder import free_bytes, nearest_existing
 
 
 def validate(config: Config) -> None:
@@ -244,7 +244,7 @@ def _check_room(config: Config) -> None:
             continue
         disk = os.stat(nearest_existing(folder)).st_dev
         place, before = needed.get(disk, (f"{flag} {folder}", 0))
-        needed[disk] = (place, before + checkpoint_bytes(config, bf16=config.in_bf16, critic=critic))
+        needed[disk] = (place, before + config.checkpoint_bytes(critic=critic))
         free, size = free_bytes(folder), needed[disk][1]
         require(
             size <= free,

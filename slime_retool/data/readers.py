@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from slime_retool.config.data_sets import split_slice
 from slime_retool.errors import ConfigError, DataError
 
 Row = dict[str, Any]
@@ -15,16 +16,6 @@ Row = dict[str, Any]
 
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-
-
-def split_slice(path: str | Path) -> tuple[str, slice]:
-    """(path, rows) of "FILE@[a:b]", a Python slice of the file's rows; without one, all of them."""
-    match = _SLICE.match(str(path))
-    if match is None:
-        return str(path), slice(None)
-    start, stop = (int(match[bound]) if match[bound] else None for bound in ("start", "stop"))
-    return match["path"], slice(start, stop)
 
 
 def read_rows(path: str | Path) -> list[Row]:

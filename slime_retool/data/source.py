@@ -6,12 +6,13 @@ import copy
 import json
 import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_retool.config import Config
+from slime_retool.config.data_sets import DataSet
 from slime_retool.data.messages import parse_messages, parse_tools
-from slime_retool.data.mixture import DataSet, next_of_mixture
 from slime_retool.data.questions import final_answer
 from slime_retool.data.readers import Row, parse_json, read_rows
 from slime_retool.data.rendering import render_prompt
@@ -22,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class PromptDataSource:
-    """The rows of `--prompt-data`, over and over; implements `rollout.context.DataSource`.
+    """The rows of `--prompt-data`, over and over; implements `protocols.DataSource`.
 
     Every data set is visited whole in each of its epochs, in an order that depends on (rollout_seed, epoch) alone, and
-    which data set comes next depends on how much of each was used (`mixture.next_of_mixture`). So a resumed run goes on
+    which data set comes next depends on how much of each was used (`next_of_mixture`). So a resumed run goes on
     exactly where it stopped. Rows whose group was returned unused come again first.
 
     Raises ConfigError or DataError for a file that cannot be used, DataError when the length filter leaves nothing.
@@ -260,3 +261,12 @@ def _metadata(row: Row, key: str, where: str) -> dict[str, Any]:
     if row.get("data_source") is not None:
         metadata = {"data_source": row["data_source"], **metadata}
     return metadata
+
+
+def next_of_mixture(drawn: Sequence[int], weights: Sequence[float]) -> int:
+    """Which data set comes next, when `drawn` rows of each were used.
+
+    The one that is furthest behind its share. So the proportion holds in every stretch of rows, the order depends on
+    the counts alone (which a resumed run knows), and with weights that are sizes every row is drawn once an epoch.
+    """
+    return min(range(len(drawn)), key=lambda i: ((drawn[i] + 1) / weights[i], i))

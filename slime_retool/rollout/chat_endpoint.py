@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from slime_retool.errors import EngineError
-from slime_retool.tool_use.chat_loop import ChatReply
+from slime_retool.protocols import ChatReply
 from slime_retool.types import Message, ToolSchema
 
 BACKOFF_SECONDS, BACKOFF_LIMIT_SECONDS = 1.0, 60.0

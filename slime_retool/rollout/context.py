@@ -14,52 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from slime_retool.config import Config
-from slime_retool.tool_use.chat_loop import ChatEngine
-from slime_retool.types import RolloutBatch, Sample
+from slime_retool.protocols import ChatEngine, DataSource, GenerationEngine
+from slime_retool.types import RolloutBatch
 
 R = TypeVar("R")
-
-
-@dataclass(slots=True, frozen=True)
-class Completion:
-    """One engine reply: exactly the sampled ids, one log-prob each."""
-
-    ids: list[int]
-    log_probs: list[float]
-    finish_reason: str
-    """"stop" (end token or stop text), "length" (max_new_tokens reached) or "abort"."""
-    weight_version: int
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class GenerationEngine(Protocol):
-    """Ids in, ids out. Implemented over HTTP by `rollout.engine_client.RouterClient`; tests script it."""
-
-    async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
-    ) -> Completion:
-        """Continue `input_ids`. `session` names the sample, so that its later turns can hit the same cache.
-
-        Raises EngineError after its retries.
-        """
-        ...
-
-
-class DataSource(Protocol):
-    """Rows in a resumable order, as groups of samples to generate."""
-
-    def next_groups(self, count: int) -> list[list[Sample]]:
-        """The next `count` prompts, each copied n_samples_per_prompt times (fresh PENDING samples)."""
-        ...
-
-    def return_groups(self, groups: list[list[Sample]]) -> None:
-        """Groups that were drawn and not used: `next_groups` draws their prompts again before any other."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from slime_retool.errors import EngineError
-from slime_retool.rollout.context import Completion
+from slime_retool.protocols import Completion
 
 BACKOFF_SECONDS = 0.5
 BACKOFF_LIMIT_SECONDS = 10.0

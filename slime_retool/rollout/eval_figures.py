@@ -1,6 +1,6 @@
 """The figures of one evaluation set.
 
-With n samples per problem and k = 1, 2, 4, ... n (see `observe.statistics` for the formulas):
+With n samples per problem and k = 1, 2, 4, ... n (see `rollout.statistics` for the formulas):
 
     eval/<set>/accuracy                     mean over problems of the share of right answers
     eval/<set>/...                          what the samples are described by (`rollout.figures`)
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from slime_retool.observe.statistics import estimate, majority_at_k, pass_at_k, powers_up_to
 from slime_retool.reward.shaping import conversation_messages
 from slime_retool.rollout.figures import sample_figures
 from slime_retool.rollout.hooks import USABLE
+from slime_retool.rollout.statistics import estimate, majority_at_k, pass_at_k, powers_up_to
 from slime_retool.types import Sample
 
 # Name of a figure of `sample_figures` -> its name in `eval/<set>/<name>`.

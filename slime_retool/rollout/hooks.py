@@ -15,7 +15,7 @@ from typing import Any
 
 from slime_retool.config import Config
 from slime_retool.errors import RolloutError
-from slime_retool.plugins import load_function
+from slime_retool.protocols import load_function
 from slime_retool.reward.runner import RewardRunner
 from slime_retool.types import Sample, SampleStatus
 

@@ -15,7 +15,7 @@ from slime_retool.config import Config
 from slime_retool.data.rendering import load_tokenizer
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
-from slime_retool.plugins import load_function
+from slime_retool.protocols import load_function
 from slime_retool.rollout import evaluate as evaluation
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.collector import settle_garbage_collector

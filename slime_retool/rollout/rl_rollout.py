@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from slime_retool.config import Config
 from slime_retool.errors import RolloutError
-from slime_retool.plugins import load_function
-from slime_retool.rollout.context import DataSource, RolloutContext
+from slime_retool.protocols import DataSource, load_function
+from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.dump import dump_samples
 from slime_retool.rollout.figures import sample_figures, source_figures
 from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample

@@ -7,7 +7,8 @@ import logging
 from collections import Counter
 
 from slime_retool.errors import DataError
-from slime_retool.rollout.context import DataSource, RolloutContext
+from slime_retool.protocols import DataSource
+from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.sft_tokens import ConversationTokenizer
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 

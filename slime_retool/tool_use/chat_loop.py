@@ -6,9 +6,9 @@ For measuring other models. Nothing here can be trained on: such an endpoint ret
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from slime_retool.protocols import ChatEngine, ChatReply
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult
 from slime_retool.tool_use.loop import LoopBudgets
 from slime_retool.tool_use.parser import to_call
@@ -17,27 +17,6 @@ from slime_retool.types import Message, Sample, SampleStatus, ToolSchema
 
 CHARACTERS_PER_TOKEN = 4
 """How observations are measured, since the endpoint's tokenizer is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatReply:
-    """One assistant message."""
-
-    content: str
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """In OpenAI's form: {"id", "type": "function", "function": {"name", "arguments" (JSON text)}}."""
-    finish_reason: str = "stop"
-    completion_tokens: int = 0
-
-
-class ChatEngine(Protocol):
-    """Messages in, one message out. Implemented by `rollout.chat_endpoint.ChatEndpoint`."""
-
-    async def chat(
-        self, messages: list[Message], sampling_params: dict[str, Any], tools: list[ToolSchema]
-    ) -> ChatReply:
-        """Raises EngineError after its retries."""
-        ...
 
 
 async def run_chat_loop(

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_retool.errors import ConfigError, EngineError, RolloutError
+from slime_retool.protocols import Completion, GenerationEngine
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult, Turn
 from slime_retool.tool_use.format import ToolFormat
 from slime_retool.tool_use.registry import ToolRegistry
 from slime_retool.types import Sample, SampleStatus
-
-if TYPE_CHECKING:
-    from slime_retool.rollout.context import Completion, GenerationEngine
 
 
 @dataclass(frozen=True, slots=True)

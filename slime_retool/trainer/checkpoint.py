@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import (
     OLD,
     PART,
@@ -39,8 +40,7 @@ from megatron_bridge.checkpoint import (
 from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.torch_dist_io import TorchDistReader, no_checksums
 from slime_retool.errors import CheckpointError, SaveError
-from slime_retool.observe.memory import GIB
-from slime_retool.planning.disk import free_bytes
+from slime_retool.run_folder import free_bytes
 
 logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron_bridge.arithmetic import GIB
+from megatron_bridge.arithmetic.cards import card_of_device
+from megatron_bridge.arithmetic.flops import model_flops
 from slime_retool.config import Config
-from slime_retool.observe.memory import GIB, host_bytes
-from slime_retool.planning.cards import card_of_device
-from slime_retool.planning.flops import model_flops
+from slime_retool.metrics import host_bytes
 from slime_retool.trainer.batch import TrainBatch
 
 
 def speed_figures(config: Config, batch: TrainBatch, seconds: float, device: torch.device) -> dict[str, float]:
     """Tokens per second, and MFU on a card whose peak is known, of optimizer steps on `batch` that took `seconds`.
 
-    MFU: operations of the model (`planning.flops`, at the batch's own lengths, logits where tokens are learned) over
+    MFU: operations of the model (`arithmetic.flops`, at the batch's own lengths, logits where tokens are learned) over
     those that the trainer's cards could make in that time at their dense bf16 peak.
     """
     rate = batch.num_tokens / seconds

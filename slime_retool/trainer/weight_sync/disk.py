@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_bridge.arithmetic.parameters import total_parameters
 from slime_retool.engine.admin import every_engine
-from slime_retool.planning.parameters import total_parameters
 from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.buckets import buckets
 from slime_retool.trainer.weight_sync.transport import Peers

@@ -8,10 +8,7 @@ allow; then those that are longer than the mean end, `TAIL_SHARE` of a wave on a
 
 from __future__ import annotations
 
-from megatron_bridge.model_config import moe_layers, required
-from slime_retool.config import Config
-from slime_retool.planning.activations import BF16
-from slime_retool.planning.cards import (
+from megatron_bridge.arithmetic.cards import (
     BANDWIDTH_SHARE,
     DECODE_LAYER_SECONDS,
     DECODE_STEP_SECONDS,
@@ -20,14 +17,17 @@ from slime_retool.planning.cards import (
     SYNC_SECONDS,
     Card,
 )
-from slime_retool.planning.flops import layers_matmul_parameters, output_parameters
-from slime_retool.planning.memory import TrainerMemory, engine_memory, kv_bytes_per_token
-from slime_retool.planning.parameters import (
+from megatron_bridge.arithmetic.flops import layers_matmul_parameters, output_parameters
+from megatron_bridge.arithmetic.parameters import (
     all_expert_parameters,
     total_parameters,
     widths,
 )
-from slime_retool.planning.workload import Workload
+from megatron_bridge.model_config import moe_layers, required
+from slime_retool.commands.plan.activations import BF16
+from slime_retool.commands.plan.memory import TrainerMemory, engine_memory, kv_bytes_per_token
+from slime_retool.commands.plan.workload import Workload
+from slime_retool.config import Config
 
 TAIL_SHARE = 0.05
 """An assumption: few responses run into the limit, but the rollout waits for them."""

@@ -25,10 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
-from slime_retool.config import Config
-from slime_retool.planning.activations import BF16, FP32, expert_imbalance, mean_over_layers, splits_sequence
-from slime_retool.planning.cards import (
+from megatron_bridge.arithmetic.cards import (
     ATTENTION_SHARES,
     BANDWIDTH_SHARE,
     EXPERT_GEMM_SHARE,
@@ -40,14 +37,17 @@ from slime_retool.planning.cards import (
     STEP_SECONDS,
     Card,
 )
-from slime_retool.planning.memory import kept_logits_share, layers_of_stages, micro_batches
-from slime_retool.planning.parameters import (
+from megatron_bridge.arithmetic.parameters import (
     adapter_parameters,
     all_expert_parameters,
     stage_parameters,
     widths,
 )
-from slime_retool.planning.workload import Workload
+from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
+from slime_retool.commands.plan.activations import BF16, FP32, expert_imbalance, mean_over_layers, splits_sequence
+from slime_retool.commands.plan.memory import kept_logits_share, layers_of_stages, micro_batches
+from slime_retool.commands.plan.workload import Workload
+from slime_retool.config import Config
 
 
 @dataclass(slots=True)

@@ -21,9 +21,9 @@ Expert-parallel ranks get tokens as the router likes (nothing balances it): the 
 
 from __future__ import annotations
 
+from megatron_bridge.arithmetic.parameters import widths
 from megatron_bridge.model_config import ModelArgs, moe_layers, required
 from slime_retool.config import Config
-from slime_retool.planning.parameters import widths
 
 BF16, FP32 = 2, 4
 EXPERT_IMBALANCE = 1.2

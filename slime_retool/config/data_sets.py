@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_retool.data.readers import split_slice
 from slime_retool.errors import ConfigError
 
 _NAMED = re.compile(r"^(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<file>.+)$")
 _WEIGHTED = re.compile(r"^(?P<file>.+)@(?P<weight>\d+(?:\.\d+)?)$")
+_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ def parse_data_sets(values: Sequence[str]) -> list[DataSet]:
     return sets
 
 
-def next_of_mixture(drawn: Sequence[int], weights: Sequence[float]) -> int:
-    """Which data set comes next, when `drawn` rows of each were used.
-
-    The one that is furthest behind its share. So the proportion holds in every stretch of rows, the order depends on
-    the counts alone (which a resumed run knows), and with weights that are sizes every row is drawn once an epoch.
-    """
-    return min(range(len(drawn)), key=lambda i: ((drawn[i] + 1) / weights[i], i))
+def split_slice(path: str | Path) -> tuple[str, slice]:
+    """(path, rows) of "FILE@[a:b]", a Python slice of the file's rows; without one, all of them."""
+    match = _SLICE.match(str(path))
+    if match is None:
+        return str(path), slice(None)
+    start, stop = (int(match[bound]) if match[bound] else None for bound in ("start", "stop"))
+    return match["path"], slice(start, stop)
 
 
 def _parse(value: str) -> DataSet:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_bridge.arithmetic.parameters import adapter_parameters, expert_parameters, widths
 from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs, moe_layers, required
-from slime_retool.planning.parameters import adapter_parameters, expert_parameters, widths
 
 
 def model_flops(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MIB = 2**20
+from megatron_bridge.arithmetic import MIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from slime_retool.config import Config
-from slime_retool.config.algorithm import check_critic_processes
-from slime_retool.config.engines import check_engines
-from slime_retool.config.parallel import check_parallel
-from slime_retool.config.validate import check_batches, check_precision
-from slime_retool.planning.cards import Card
-from slime_retool.planning.disk import all_checkpoint_bytes
-from slime_retool.planning.flops import model_flops
-from slime_retool.planning.generation import generate_seconds, offload_seconds, sync_seconds
-from slime_retool.planning.memory import (
+from megatron_bridge.arithmetic import GIB
+from megatron_bridge.arithmetic.cards import Card
+from megatron_bridge.arithmetic.flops import model_flops
+from megatron_bridge.arithmetic.parameters import active_parameters, total_parameters
+from slime_retool.commands.plan.generation import generate_seconds, offload_seconds, sync_seconds
+from slime_retool.commands.plan.memory import (
     ENGINE_RUNTIME_BYTES,
-    GIB,
     EngineMemory,
     TrainerMemory,
     critic_apart_bytes,
@@ -25,9 +20,13 @@ from slime_retool.planning.memory import (
     needs_reference,
     trainer_memory,
 )
-from slime_retool.planning.parameters import active_parameters, total_parameters
-from slime_retool.planning.timing import forward_seconds, train_seconds
-from slime_retool.planning.workload import Workload
+from slime_retool.commands.plan.timing import forward_seconds, train_seconds
+from slime_retool.commands.plan.workload import Workload
+from slime_retool.config import Config
+from slime_retool.config.algorithm import check_critic_processes
+from slime_retool.config.engines import check_engines
+from slime_retool.config.parallel import check_parallel
+from slime_retool.config.validate import check_batches, check_precision
 
 USABLE_SHARE = 0.95
 """Of a card's memory that a plan may fill: the allocator fragments, batches vary."""
@@ -104,7 +103,7 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
         engine=engine,
         moments=moments,
         host=host_memory(config, trainer),
-        disk=all_checkpoint_bytes(config, bf16=config.precision != "fp32"),
+        disk=config.bytes_of_a_save,
         time=time,
         workload=workload,
         micro_batches=micro_batches(config, workload),

@@ -17,10 +17,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_bridge.arithmetic import GIB
+from megatron_bridge.arithmetic.cards import Card
+from megatron_bridge.arithmetic.parameters import (
+    adapter_parameters,
+    all_expert_parameters,
+    stage_layers,
+    stage_parameters,
+    widths,
+)
 from megatron_bridge.model_config import ModelArgs, padded_vocab_size, query_groups, required
-from slime_retool.config import Config
-from slime_retool.observe.memory import GIB
-from slime_retool.planning.activations import (
+from slime_retool.commands.plan.activations import (
     BF16,
     FP32,
     element_bytes,
@@ -29,15 +36,8 @@ from slime_retool.planning.activations import (
     splits_sequence,
     stage_activation_bytes,
 )
-from slime_retool.planning.cards import Card
-from slime_retool.planning.parameters import (
-    adapter_parameters,
-    all_expert_parameters,
-    stage_layers,
-    stage_parameters,
-    widths,
-)
-from slime_retool.planning.workload import Workload
+from slime_retool.commands.plan.workload import Workload
+from slime_retool.config import Config
 
 RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest: outside of what torch counts."""

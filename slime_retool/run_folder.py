@@ -1,9 +1,13 @@
-"""What an earlier run left in --output-dir: numbered by rollout, it would pass for figures and samples of this one."""
+"""Folders that a run writes to: what an earlier run left in --output-dir, and the room on a disk.
+
+Results are numbered by rollout: those of an earlier run would pass for metrics and samples of this one.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 from itertools import count
 from pathlib import Path
 
@@ -35,3 +39,16 @@ def set_aside(output_dir: str) -> Path | None:
 
 def _holds_something(path: Path) -> bool:
     return path.stat().st_size > 0 if path.is_file() else path.is_dir() and any(path.iterdir())
+
+
+def free_bytes(folder: str) -> int:
+    """Free for this user on the disk that `folder` is on, or will be."""
+    return shutil.disk_usage(nearest_existing(folder)).free
+
+
+def nearest_existing(path: str) -> str:
+    """`path`, absolute, or the nearest part of it that exists."""
+    nearest = os.path.abspath(path)
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    return nearest

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_bridge.arithmetic.cards import Card
 from megatron_bridge.model_config import required
+from slime_retool.commands.plan.memory import MEM_FRACTION, engine_memory
+from slime_retool.commands.plan.plan import check_layout, find_problems, make_plan, memory_of_moments
+from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
-from slime_retool.planning.cards import Card
-from slime_retool.planning.memory import MEM_FRACTION, engine_memory
-from slime_retool.planning.plan import check_layout, find_problems, make_plan, memory_of_moments
-from slime_retool.planning.workload import Workload
 
 Setting = tuple[str, dict[str, Any]]
 """(flags, what they set)"""

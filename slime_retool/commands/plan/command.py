@@ -7,15 +7,15 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megatron_bridge.arithmetic.cards import CARDS
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs, check_model
+from slime_retool.commands.plan.changes import changes_that_fit, changes_that_speed_up
+from slime_retool.commands.plan.plan import make_plan
+from slime_retool.commands.plan.report import as_dict, as_text
 from slime_retool.config.config import Config, build_parser, config_from_namespace
 from slime_retool.config.require import require
 from slime_retool.config.validate import check_limits
-from slime_retool.planning.cards import CARDS
-from slime_retool.planning.changes import changes_that_fit, changes_that_speed_up
-from slime_retool.planning.plan import make_plan
-from slime_retool.planning.report import as_dict, as_text
 
 PROG = "slime-retool plan"
 

@@ -1,15 +1,15 @@
-"""Where figures go: a JSONL file always, TensorBoard and Weights & Biases when asked for."""
+"""Where metrics go: a JSONL file always, TensorBoard and Weights & Biases when asked for."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
-
-from megatron_bridge.flags import secrets_of
-from slime_retool.config import Config
 
 
 class Tracker(Protocol):
@@ -54,21 +54,14 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    def __init__(self, config: Config) -> None:
+    """`settings` are those of `wandb.init`; `key` logs in first."""
+
+    def __init__(self, key: str | None, **settings: Any) -> None:
         import wandb
 
-        if config.wandb_key:
-            wandb.login(key=config.wandb_key)
-        secrets = secrets_of(Config)
-        stored = {name: value for name, value in vars(config).items() if name not in secrets}
-        self._run = wandb.init(
-            project=config.wandb_project,
-            group=config.wandb_group,
-            name=config.wandb_name,
-            mode=config.wandb_mode,
-            dir=config.output_dir,
-            config=stored,
-        )
+        if key:
+            wandb.login(key=key)
+        self._run = wandb.init(**settings)
         self._run.define_metric("rollout")
         self._run.define_metric("*", step_metric="rollout")
 
@@ -83,13 +76,8 @@ class WandbTracker:
 class Metrics:
     """All trackers of a run behind one `log`."""
 
-    def __init__(self, config: Config) -> None:
-        folder = Path(config.output_dir)
-        self._trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
-        if config.use_tensorboard:
-            self._trackers.append(TensorBoardTracker(folder / "tensorboard"))
-        if config.use_wandb:
-            self._trackers.append(WandbTracker(config))
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker in self._trackers:
@@ -98,6 +86,37 @@ class Metrics:
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
+
+
+class Phases:
+    """Where the seconds of one step go.
+
+    `with phases("sync"): ...` adds to `perf/sync_seconds`. Log-probs and training are measured by the trainer itself;
+    what belongs to none of them (Ray, starting and waiting) is `perf/idle_seconds`.
+    """
+
+    NAMES = ("generate", "log_probs", "train", "sync", "offload")
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._seconds = dict.fromkeys(self.NAMES, 0.0)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self._seconds[name] += time.monotonic() - begin
+
+    def leave_out(self, seconds: float) -> None:
+        """What took these is no part of the step."""
+        self._started += seconds
+
+    def figures(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """All phases and the whole step; what `measured` holds of them wins."""
+        step = time.monotonic() - self._started
+        phases = {f"perf/{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        phases |= {name: measured[name] for name in phases if name in measured}
+        return phases | {"perf/idle_seconds": step - sum(phases.values()), "perf/step_seconds": step}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -114,3 +133,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 continue
             steps.setdefault(row["step"], {}).update(row)
     return [steps[step] for step in sorted(steps)]
+
+
+def host_bytes() -> int:
+    """Resident memory of this process now (Linux), page-locked memory included."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -25,8 +25,8 @@ from slime_retool.config.config import build_parser
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import RolloutError, SlimeRetoolError, UserError
-from slime_retool.observe.statistics import powers_up_to
 from slime_retool.rollout.manager import RolloutManager
+from slime_retool.rollout.statistics import powers_up_to
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime-retool eval"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from slime_retool.planning.changes import MOST_CHANGES, Change
-from slime_retool.planning.memory import GIB
-from slime_retool.planning.plan import Plan
+from megatron_bridge.arithmetic import GIB
+from slime_retool.commands.plan.changes import MOST_CHANGES, Change
+from slime_retool.commands.plan.plan import Plan
 
 
 def as_dict(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
