@@ -30,7 +30,7 @@ EXTRAS = {
     # SGLang pins torch and transformers; taking it whole also brings its GPU kernels.
     "gpu": ["sglang==0.5.15.post1"],
     "te": ["transformer-engine[pytorch]>=2.20"],
-    "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff"],
+    "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
 }
 
 setup(
