@@ -12,7 +12,7 @@ from typing import Any
 from slime_retool.config import Config
 from slime_retool.errors import ToolUnavailable
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, Status
-from slime_retool.sandbox.fusion_client import FusionSandbox
+from slime_retool.sandbox.host.fusion_client import FusionSandbox
 from slime_retool.tool_use import Tool, ToolRegistry, ToolResult
 
 DESCRIPTION = "Run Python code and see what it prints. numpy and sympy are installed. Every call starts afresh."
