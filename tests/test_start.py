@@ -15,6 +15,7 @@ from megatron_bridge.checkpoint import LATEST_FILE
 from slime_retool import train
 from slime_retool.cluster import cluster
 from slime_retool.commands import eval as evaluation
+from slime_retool.config import Config
 from slime_retool.engine import flag_check
 from slime_retool.errors import CheckpointError, ConfigError, DataError, RolloutError, SaveError
 from slime_retool.rollout import manager
@@ -55,8 +56,10 @@ class Start:
 class Part:
     """Stands for `Cluster` and `RolloutManager`."""
 
-    def __init__(self, name: str, start: Start) -> None:
-        self.name, self.start, self.num_rows = name, start, 1
+    checked = cluster.Cluster.checked
+
+    def __init__(self, name: str, start: Start, config: Config | None = None) -> None:
+        self.name, self.start, self.config = name, start, config
 
     def __enter__(self) -> Part:
         self.start.events.append(f"{self.name} starts")
@@ -73,6 +76,8 @@ class Part:
         return []
 
     run = start_engines
+
+    def check(self) -> None: ...
 
     def start_router(self, urls: list[str]) -> str:
         return ""
@@ -91,7 +96,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(flag_check, "PARSE_TIMEOUT", 30.0)
     monkeypatch.setattr(cluster, "Cluster", lambda config: Part("Ray", start))
     for module in (manager, evaluation):
-        monkeypatch.setattr(module, "RolloutManager", lambda config: Part("rollout", start))
+        monkeypatch.setattr(module, "RolloutManager", lambda config: Part("rollout", start, config))
     monkeypatch.setattr(train, "Loop", lambda *_: Part("loop", start))
     handler = signal.getsignal(signal.SIGTERM)
     yield start

@@ -11,11 +11,12 @@ import pytest
 
 from megatron_bridge import convert
 from megatron_bridge.checkpoint import checkpoint_name, write_latest
+from slime_retool.cluster.cluster import Cluster
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError
-from slime_retool.metrics import Metrics, read_metrics
-from slime_retool.train import Loop, trackers_of
+from slime_retool.metrics import open_metrics, read_metrics
+from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
 
 
@@ -38,7 +39,7 @@ class Parts:
         self.generate(rollout_id)
         return {}
 
-    def start_trainers(self) -> tuple[int, dict[str, Any]]:
+    def start_trainers(self, config: Config) -> tuple[int, dict[str, Any]]:
         return self.first, {}
 
     def start_engines(self) -> list[str]:
@@ -55,6 +56,7 @@ class Parts:
 
     launch_engines = start_router = connect = connect_engines = engine_memory = nothing
     begin_training = begin_update = begin_generation = save = state_dict = nothing
+    checked = Cluster.checked
 
 
 MODEL = {
@@ -65,12 +67,9 @@ MODEL = {
 
 def loop(tmp_path: Path, parts: Parts, **values: Any) -> Loop:
     folders = {"save": str(tmp_path / "new"), "load": str(tmp_path / "old"), "save_hf": str(tmp_path / "hf")}
-    config = Config(
-        hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, num_rollout=2, **MODEL, **folders
-    )  # fmt: skip
-    for name, value in values.items():
-        setattr(config, name, value)
-    return Loop(config, parts, parts, Metrics(trackers_of(config)))
+    values = MODEL | folders | {"num_rollout": 2} | values
+    config = Config(hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, **values)
+    return Loop(config, parts, parts, open_metrics(tmp_path))
 
 
 @pytest.mark.parametrize("when", [{"eval_interval": 1}, {}], ids=["evaluation", "rollout"])
@@ -130,7 +129,7 @@ def test_old_checkpoints_go_when_the_new_ones_of_actor_and_critic_are_there(tmp_
 def test_checkpoints_that_will_not_fit_are_told_of_at_the_start(keep, free, warned, tmp_path, monkeypatch, caplog):
     run = loop(tmp_path, SavingParts(tmp_path / "new"), num_rollout=7, save_interval=2, save_keep=keep, save_hf=None)
     size = run._config.checkpoint_bytes()
-    monkeypatch.setattr("slime_retool.train.free_bytes", lambda folder: int(free * size))
+    monkeypatch.setattr("slime_retool.config.intervals.free_bytes", lambda folder: int(free * size))
     run.run()
     assert ("4 checkpoints of" in caplog.text and "--save-keep N" in caplog.text) == warned
 

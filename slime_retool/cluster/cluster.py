@@ -1,14 +1,15 @@
 """Everything a run starts, owned in one place and ended whichever way the run ends.
 
 with Cluster(config) as cluster:
-    start, state = cluster.start_trainers()
+    start, state = cluster.start_trainers(config)
     urls = cluster.start_engines()
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -23,7 +24,7 @@ from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
-from slime_retool.errors import ConfigError, WeightUpdateError
+from slime_retool.errors import ConfigError, SlimeRetoolError, WeightUpdateError
 from slime_retool.types import RolloutBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -60,14 +61,17 @@ class Cluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def start_trainers(self) -> tuple[int, dict[str, Any]]:
-        """Start every trainer rank and load weights. Returns (first rollout's number, state saved with it)."""
+    def start_trainers(self, config: Config) -> tuple[int, dict[str, Any]]:
+        """Start every trainer rank and load weights. Returns (first rollout's number, state saved with it).
+
+        `config`: the run's, in which the number of rollouts is known (the learning-rate schedule needs it).
+        """
         assert self._placement is not None
-        apart = self._config.critic_world_size > 0
+        apart = config.critic_world_size > 0
         roles = "actor" if apart else "all"
-        self._trainers = self._make_trainers(self._config, self._placement.trainers, roles)
+        self._trainers = self._make_trainers(config, self._placement.trainers, roles)
         if apart:
-            own = self._config.of_critic_apart()
+            own = config.of_critic_apart()
             self._critics = self._make_trainers(own, self._placement.critics, "critic")
         starting = []
         for group in (self._trainers, self._critics):
@@ -169,6 +173,15 @@ class Cluster:
         _get([actor.check.remote() for actor in self._engines])
         if self._router is not None and not self._router.alive:
             raise ServerError(f"the router has died. The end of its log:\n{self._router.log_tail()}")
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Where samples failed, an engine or a router that died says more."""
+        try:
+            yield
+        except SlimeRetoolError:
+            self.check()
+            raise
 
     def connect_engines(self, urls: list[str]) -> None:
         """Let the trainer's source rank know where its weights go."""
