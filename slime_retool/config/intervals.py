@@ -27,7 +27,7 @@ def _is_due(config: Config, interval: int | None, rollout_id: int) -> bool:
 
 
 def warn_of_room(config: Config, first: int) -> None:
-    """Warn when the checkpoints after the rollouts from `first` on, of which none is deleted, take more than is free."""
+    """Warn when what is saved from rollout `first` on, of which nothing is deleted, takes more than is free."""
     if config.save is None or config.save_keep is not None or config.debug_rollout_only:
         return
     assert config.num_rollout is not None

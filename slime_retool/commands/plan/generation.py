@@ -96,4 +96,4 @@ def offload_seconds(config: Config, card: Card, trainer: TrainerMemory) -> float
     """Weights and optimizer state to the host and back, all GPUs of a host at once."""
     if not config.offloads_train:
         return 0.0
-    return 2 * (trainer.weights + trainer.optimizer + trainer.critic) / card.host_link
+    return 2 * (trainer.weights + trainer.optimizer + trainer.others) / card.host_link
