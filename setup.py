@@ -31,7 +31,7 @@ EXTRAS = {
     # SGLang pins torch and transformers; taking it whole also brings its GPU kernels.
     "gpu": ["sglang==0.5.15.post1"],
     "te": ["transformer-engine[pytorch]>=2.20"],
-    "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff"],
+    "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
 }
 
 PACKAGE = runpy.run_path(str(Path(__file__).with_name("slime_retool") / "__init__.py"))
@@ -43,8 +43,10 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["slime_retool*", "megatron_bridge*"]),
+    package_data={"slime_retool": ["py.typed"], "megatron_bridge": ["py.typed"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["slime-retool=slime_retool.cli:main"]},
