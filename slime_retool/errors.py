@@ -79,8 +79,12 @@ def run_command(
     `mistakes` (errors in what the user gave): 2. Ctrl-C and SIGTERM, which is made the same: 130, saying `interrupted`.
     Other SlimeRetoolErrors: 1. Everything else is a bug and keeps its traceback.
     """
+
+    def interrupt(signum: int, frame: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
     try:
-        interrupt_on_sigterm()
+        signal.signal(signal.SIGTERM, interrupt)
         return command()
     except KeyboardInterrupt:
         print(f"{prog}: {interrupted}", file=sys.stderr)
@@ -96,12 +100,3 @@ def refuse(prog: str, error: object, code: int = 2) -> int:
     """Print the one line that a command ends with. Returns `code`."""
     print(f"{prog}: error: {error}", file=sys.stderr)
     return code
-
-
-def interrupt_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: with everything that it started."""
-
-    def interrupt(signum: int, frame: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)

@@ -27,8 +27,8 @@ from tqdm import tqdm
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import exists, prune
 from slime_retool.config import Config, parse_config, resolve_device, validate
-from slime_retool.config.intervals import evaluates_after, saves_after, warn_of_room
 from slime_retool.config.printable import print_command_line, wandb_settings
+from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
 from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes, open_metrics

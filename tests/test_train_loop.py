@@ -129,7 +129,7 @@ def test_old_checkpoints_go_when_the_new_ones_of_actor_and_critic_are_there(tmp_
 def test_checkpoints_that_will_not_fit_are_told_of_at_the_start(keep, free, warned, tmp_path, monkeypatch, caplog):
     run = loop(tmp_path, SavingParts(tmp_path / "new"), num_rollout=7, save_interval=2, save_keep=keep, save_hf=None)
     size = run._config.checkpoint_bytes()
-    monkeypatch.setattr("slime_retool.config.intervals.free_bytes", lambda folder: int(free * size))
+    monkeypatch.setattr("slime_retool.config.schedule.free_bytes", lambda folder: int(free * size))
     run.run()
     assert ("4 checkpoints of" in caplog.text and "--save-keep N" in caplog.text) == warned
 

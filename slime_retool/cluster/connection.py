@@ -27,12 +27,6 @@ def connect(config: Config) -> None:
     answers.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    _connect(config)
-    if signal.getsignal(signal.SIGTERM) is not handler:
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _connect(config: Config) -> None:
     env = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in _python_path() if p)}}
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
     # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
@@ -53,6 +47,8 @@ def _connect(config: Config) -> None:
         logger.info("starting Ray")
         options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
         _start_private(options)
+    if signal.getsignal(signal.SIGTERM) is not handler:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _start_private(options: dict[str, Any]) -> None:

@@ -6,9 +6,8 @@ The same as `tools/convert_hf_to_torch_dist.py` and `tools/convert_torch_dist_to
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace
@@ -16,6 +15,7 @@ from megatron_bridge.model_config import ModelArgs
 from slime_retool.errors import ConfigError, run_command
 
 T = TypeVar("T")
+MISTAKES = (ValueError, OSError)
 
 TO_MEGATRON = """Convert a Hugging Face checkpoint (safetensors) into a Megatron torch_dist checkpoint.
 
@@ -69,37 +69,17 @@ class ToHfArgs:
 
 def to_megatron(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-megatron") -> int:
     """Hugging Face to torch_dist. Returns the exit code."""
-    return _convert(ToMegatronArgs, _to_megatron, argv, prog, TO_MEGATRON)
+    args = _parse(ToMegatronArgs, argv, prog, TO_MEGATRON)
+    return run_command(prog, lambda: _to_megatron(args), mistakes=MISTAKES)
 
 
-def to_hf(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-hf") -> int:
-    """torch_dist to Hugging Face, or its adapters to PEFT. Returns the exit code."""
-    return _convert(ToHfArgs, _to_hf, argv, prog, TO_HF)
-
-
-def _convert(
-    cls: type[T], convert: Callable[[T], str | Path], argv: Sequence[str] | None, prog: str, description: str
-) -> int:
-    parser = OneLineParser(
-        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )  # fmt: skip
-    add_flags(parser, cls)
-    args = from_namespace(cls, parser.parse_args(argv))
-
-    def run() -> int:
-        print(f"wrote {convert(args)}")
-        return 0
-
-    return run_command(prog, run, mistakes=(ValueError, OSError))
-
-
-def _to_megatron(args: ToMegatronArgs) -> str | Path:
+def _to_megatron(args: ToMegatronArgs) -> int:
     if args.hf_checkpoint is None or args.save is None:
         raise ConfigError("--hf-checkpoint and --save are both needed")
 
     from megatron_bridge.convert import convert_hf_to_torch_dist
 
-    return convert_hf_to_torch_dist(
+    written = convert_hf_to_torch_dist(
         args,
         args.hf_checkpoint,
         args.save,
@@ -109,9 +89,17 @@ def _to_megatron(args: ToMegatronArgs) -> str | Path:
         last=args.decoder_last_pipeline_num_layers,
         force=args.force,
     )
+    print(f"wrote {written}")
+    return 0
 
 
-def _to_hf(args: ToHfArgs) -> str | Path:
+def to_hf(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-hf") -> int:
+    """torch_dist to Hugging Face, or its adapters to PEFT. Returns the exit code."""
+    args = _parse(ToHfArgs, argv, prog, TO_HF)
+    return run_command(prog, lambda: _to_hf(args), mistakes=MISTAKES)
+
+
+def _to_hf(args: ToHfArgs) -> int:
     if args.input_dir is None or args.output_dir is None or args.origin_hf_dir is None:
         raise ConfigError("--input-dir, --output-dir and --origin-hf-dir are all needed")
     if args.peft and args.base_dir is not None:
@@ -126,4 +114,11 @@ def _to_hf(args: ToHfArgs) -> str | Path:
         convert_torch_dist_to_hf(
             args.input_dir, args.output_dir, args.origin_hf_dir, base_dir=args.base_dir, force=args.force
         )
-    return args.output_dir
+    print(f"wrote {args.output_dir}")
+    return 0
+
+
+def _parse(cls: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
+    parser = OneLineParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, cls)
+    return from_namespace(cls, parser.parse_args(argv))

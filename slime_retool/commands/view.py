@@ -57,7 +57,8 @@ def _show(args: argparse.Namespace) -> int:
         if args.index is not None and row["index"] != args.index:
             continue
         try:
-            if args.wrong and counts_as_right(row, args.reward_key):
+            sample = Sample(row["prompt"], row["label"], reward=row["reward"])
+            if args.wrong and sample.reward is not None and is_right(sample, args.reward_key):
                 continue
         except ValueError as error:
             raise DataError(f"{args.file}, line {number}: {error}") from error
@@ -66,12 +67,6 @@ def _show(args: argparse.Namespace) -> int:
     if not shown:
         print("no sample matches")
     return 0
-
-
-def counts_as_right(row: dict[str, Any], reward_key: str | None) -> bool:
-    """As evaluations count it. ValueError for a reward that does not tell."""
-    sample = Sample(row["prompt"], row["label"], reward=row["reward"])
-    return sample.reward is not None and is_right(sample, reward_key)
 
 
 def sample_text(row: dict[str, Any], reward_key: str | None) -> str:

@@ -76,17 +76,6 @@ class TrainerMemory:
         return self.allocated + self.runtime
 
 
-@dataclass(frozen=True, slots=True)
-class ModelState:
-    """One rank's bytes of one model: what stays between micro-batches."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    host_optimizer: int
-    """Optimizer state in host memory."""
-
-
 @dataclass(slots=True)
 class EngineMemory:
     """One worker's bytes."""
@@ -155,19 +144,20 @@ def stage_memory(models: list[TrainedModel], workload: Workload, stage: int) -> 
     has_logits = models[0].has_logits and stage == pp - 1
     logits = _log_prob_bytes(config, tokens, workload.learned) if has_logits else 0.0
     first, *others = [_state_bytes(model, stage, layers) for model in models]
+    weights, gradients, optimizer, on_host = first
     return TrainerMemory(
-        weights=first.weights,
-        gradients=first.gradients,
-        optimizer=first.optimizer,
-        host_optimizer=first.host_optimizer + sum(state.host_optimizer for state in others),
-        others=sum(state.weights + state.gradients + state.optimizer for state in others),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        host_optimizer=on_host + sum(host for *_, host in others),
+        others=sum(sum(on_device) for *on_device, _ in others),
         activations=int(in_flight * tokens * (kept + ends) + backward),
         logits=int(max(0.0, logits - backward)),
     )
 
 
-def _state_bytes(model: TrainedModel, stage: int, layers: int) -> ModelState:
-    """Of a rank of one pipeline stage with so many layers."""
+def _state_bytes(model: TrainedModel, stage: int, layers: int) -> tuple[int, int, int, int]:
+    """(weights, gradients, optimizer, optimizer on the host) of a rank of one pipeline stage with so many layers."""
     config = model.config
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
@@ -192,7 +182,7 @@ def _state_bytes(model: TrainedModel, stage: int, layers: int) -> ModelState:
     main = (2 if config.use_precision_aware_optimizer else FP32) if bf16 else 0
     optimizer = stated * (2 * FP32 + main)
     on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
-    return ModelState(parameters * element_bytes(config), trained * gradient, optimizer - on_host, on_host)
+    return parameters * element_bytes(config), trained * gradient, optimizer - on_host, on_host
 
 
 def logits_bytes(config: Config, rows: float) -> float:
