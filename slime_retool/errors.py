@@ -83,8 +83,8 @@ def run_command(
     def interrupt(signum: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt
 
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        signal.signal(signal.SIGTERM, interrupt)
         return command()
     except KeyboardInterrupt:
         print(f"{prog}: {interrupted}", file=sys.stderr)
@@ -94,6 +94,8 @@ def run_command(
     except SlimeRetoolError as error:
         logger.error("%s: %s", type(error).__name__, error)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def refuse(prog: str, error: object, code: int = 2) -> int:
