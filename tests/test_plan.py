@@ -457,3 +457,13 @@ def test_a_cache_of_limited_tokens_takes_their_bytes_and_must_hold_a_sample():
     assert plan.engine is not None
     assert (plan.engine.kv_tokens, plan.engine.kv_cache) == (1000, 1000 * 36 * 2 * 8 * 128 * 2 // 2)
     assert "an engine's cache holds 1,000 tokens" in plan.problems[-1]
+
+
+def test_json_and_page_call_the_further_model_by_its_name(capsys):
+    flags = [*flags_of("qwen3-4B"), "--rollout-batch-size", "32", "--debug-train-only", "--advantage-estimator", "ppo"]
+    main(["plan", "--json", *flags])
+    found = json.loads(capsys.readouterr().out)
+    assert found["trainer"]["critic"] > 0 and found["time"]["critic"] > 0
+    main(["plan", *flags])
+    page = capsys.readouterr().out
+    assert page.count("\n  critic ") == 2 and "others" not in page + json.dumps(found)

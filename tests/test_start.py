@@ -100,7 +100,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(train, "Loop", lambda *_: Part("loop", start))
     handler = signal.getsignal(signal.SIGTERM)
     yield start
-    signal.signal(signal.SIGTERM, handler)
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert start.asking() == {}
 
 
