@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -33,6 +33,10 @@ from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
 from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes, open_metrics
 from slime_retool.run_folder import set_aside
+
+if TYPE_CHECKING:
+    from slime_retool.cluster.cluster import Cluster
+    from slime_retool.rollout.manager import RolloutManager
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime_retool.train"
@@ -90,7 +94,7 @@ def _resumes(config: Config) -> bool:
 class Loop:
     """The loop's state: where it is, and the parts it drives."""
 
-    def __init__(self, config: Config, cluster: Any, rollout: Any, metrics: Metrics) -> None:
+    def __init__(self, config: Config, cluster: Cluster, rollout: RolloutManager, metrics: Metrics) -> None:
         assert config.num_rollout is not None
         self._num_rollout = config.num_rollout
         self._config, self._cluster, self._rollout, self._metrics = config, cluster, rollout, metrics

@@ -22,7 +22,8 @@ def print_command_line(config: Config, prog: str) -> None:
 def flag_lines(config: Config) -> list[str]:
     """The configuration as flags for a shell, one option a line."""
     lines: list[str] = []
-    for token in flags.to_flags(replace(config, **dict.fromkeys(flags.secrets_of(Config)))):
+    no_secrets: dict[str, Any] = dict.fromkeys(flags.secrets_of(Config))
+    for token in flags.to_flags(replace(config, **no_secrets)):
         if token.startswith("--"):
             lines.append(token)
         else:
