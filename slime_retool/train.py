@@ -45,11 +45,11 @@ PROG = "slime_retool.train"
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, validate, run. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    return run_command(PROG, lambda: _train(argv), interrupted="interrupted; everything it started has been ended")
+
+
+def _train(argv: Sequence[str] | None) -> int:
     config = parse_config(argv)
-    return run_command(PROG, lambda: _train(config), interrupted="interrupted; everything it started has been ended")
-
-
-def _train(config: Config) -> int:
     resolve_device(config)
     validate(config)
     with ServerFlagCheck(config) as check:

@@ -52,8 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "The other flags of `slime-retool train` are taken too, so that a run can be measured with its own.",
         shown=READ,
     )
-    config = _as_evaluation(parse_config(argv, parser))
-    return run_command(PROG, lambda: _evaluate(config), interrupted="interrupted; the same command goes on from here")
+    return run_command(
+        PROG,
+        lambda: _evaluate(_as_evaluation(parse_config(argv, parser))),
+        interrupted="interrupted; the same command goes on from here",
+    )
 
 
 def _evaluate(config: Config) -> int:

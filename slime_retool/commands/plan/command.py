@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--mean-response", type=int, help="mean tokens of a response (default: half of --rollout-max-response-len)"
     )
     group.add_argument("--json", action="store_true", help="print JSON instead of a page")
-    parsed = parser.parse_args(argv)
-    return run_command(PROG, lambda: _plan(config_from_namespace(parsed), parsed), mistakes=ValueError)
+    return run_command(PROG, lambda: _plan(parser.parse_args(argv)), mistakes=ValueError)
 
 
-def _plan(config: Config, parsed: argparse.Namespace) -> int:
+def _plan(parsed: argparse.Namespace) -> int:
+    config = config_from_namespace(parsed)
     mean_prompt, mean_response = parsed.mean_prompt, parsed.mean_response
     if mean_response is None:
         mean_response = max(1, config.rollout_max_response_len // 2)
