@@ -1,7 +1,7 @@
 """Exact metrics of training on fixed samples, so that two commits can be compared bit by bit. CPU, under a minute.
 
     python benchmarks/fixed_metrics.py --out before.json       # at one commit
-    python benchmarks/fixed_metrics.py --compare before.json   # at another: exit code 1 and a list where anything differs
+    python benchmarks/fixed_metrics.py --compare before.json   # at another: exit code 1 and a list of what differs
 
 Every case trains a tiny Qwen3 (two layers of width 32, fp32) for a few rollouts of the same samples with the flags
 below, in a process of its own. What is compared are all metrics of all steps, as hexadecimal floats, and a SHA-256 of
@@ -163,7 +163,8 @@ def main() -> int:
         return 0
     before = json.loads(args.compare.read_text(encoding="utf-8"))
     lines = differences({case: before[case] for case in args.cases if case in before}, found)
-    print("\n".join(lines) or f"bit-equal: {sum(len(case['steps']) for case in found.values())} rollouts of {len(found)}")
+    rollouts = sum(len(case["steps"]) for case in found.values())
+    print("\n".join(lines) or f"bit-equal: {rollouts} rollouts of {len(found)} cases")
     return int(bool(lines))
 
 

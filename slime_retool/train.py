@@ -129,18 +129,18 @@ class Loop:
         config, cluster = self._config, self._cluster
         first = 0
         if config.num_engines and not config.colocate:
-            cluster.launch_engines()
+            cluster.engines.launch()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
-            first, state = cluster.start_trainers(config)
+            first, state = cluster.trainers.start(self._num_rollout)
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
         if config.num_engines:
-            urls = cluster.start_engines()
-            self._engine_memory = cluster.engine_memory()
-            self._rollout.connect(cluster.start_router(urls))
+            urls = cluster.engines.start()
+            self._engine_memory = cluster.engines.memory()
+            self._rollout.connect(cluster.engines.start_router(urls))
             if not config.debug_rollout_only:
-                cluster.connect_engines(urls)
+                cluster.trainers.connect_engines(urls)
                 cluster.begin_training()
                 self._hand_over(Phases())
         return first
@@ -149,14 +149,14 @@ class Loop:
         """Generate, train, save, update the engines. Returns the step's metrics."""
         config, cluster = self._config, self._cluster
         phases = Phases()
-        with phases("generate"), cluster.checked():
+        with phases("generate"), cluster.engines.checked():
             batch = self._rollout.generate(rollout_id)
-        cluster.check()
+        cluster.engines.check()
         metrics = dict(batch.metrics)
         if not config.debug_rollout_only:
             with phases("offload"):
                 cluster.begin_training()
-            metrics |= cluster.train(batch, rollout_id)
+            metrics |= cluster.trainers.train(batch, rollout_id)
         # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
         self._metrics.log(rollout_id, metrics)
         timing: dict[str, float] = {}
@@ -177,16 +177,16 @@ class Loop:
         """Write a checkpoint, and delete old ones once those of actor and critic are complete: one goes on with the
         other. Returns the seconds it took."""
         config, begin = self._config, time.monotonic()
-        self._cluster.save(rollout_id, {"data": self._rollout.state_dict()})
-        for folder in (config.save, config.critic_save if config.uses_critic else None):
-            if folder is not None and config.save_keep is not None:
+        self._cluster.trainers.save(rollout_id, {"data": self._rollout.state_dict()})
+        if config.save_keep is not None:
+            for folder in config.save_folders.values():
                 prune(folder, config.save_keep)
         return time.monotonic() - begin
 
     def _hand_over(self, phases: Phases) -> int:
         """The trainer's weights into the engines, and the devices with them. Returns the weight version."""
         cluster = self._cluster
-        cluster.check()
+        cluster.engines.check()
         with phases("offload"):
             cluster.begin_update()
         with phases("sync"):
@@ -198,7 +198,7 @@ class Loop:
     def _evaluate(self, rollout_id: int) -> None:
         """Evaluate the weights after `rollout_id` (-1: before any training)."""
         begin = time.monotonic()
-        with self._cluster.checked():
+        with self._cluster.engines.checked():
             metrics = self._validate() if self._config.loss_type == "sft_loss" else self._rollout.evaluate(rollout_id)
         self._metrics.log(rollout_id, metrics | {"perf/eval_seconds": time.monotonic() - begin})
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(("/accuracy", "/loss"))]
@@ -210,7 +210,7 @@ class Loop:
 
         metrics: dict[str, float] = {}
         for name, samples in self._rollout.held_out().items():
-            metrics |= held_out_figures(name, samples, self._cluster.log_probs(samples))
+            metrics |= held_out_figures(name, samples, self._cluster.trainers.log_probs(samples))
         return metrics
 
     def _export(self, source: str) -> None:

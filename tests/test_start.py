@@ -6,7 +6,9 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang_utils import engine_config, processes_with
@@ -56,8 +58,6 @@ class Start:
 class Part:
     """Stands for `Cluster` and `RolloutManager`."""
 
-    checked = cluster.Cluster.checked
-
     def __init__(self, name: str, start: Start, config: Config | None = None) -> None:
         self.name, self.start, self.config = name, start, config
 
@@ -71,16 +71,13 @@ class Part:
     def __exit__(self, *_: object) -> None:
         self.start.events.append(f"{self.name} ends")
 
-    def start_engines(self) -> list[str]:
+    @property
+    def engines(self) -> SimpleNamespace:
+        return SimpleNamespace(start=self.run, start_router=lambda urls: "", checked=nullcontext)
+
+    def run(self) -> list[str]:
         self.start.events.append("trainers and engines")
         return []
-
-    run = start_engines
-
-    def check(self) -> None: ...
-
-    def start_router(self, urls: list[str]) -> str:
-        return ""
 
     def connect(self, url: str) -> None: ...
 

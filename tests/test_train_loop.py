@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from megatron_bridge import convert
 from megatron_bridge.checkpoint import checkpoint_name, write_latest
-from slime_retool.cluster.cluster import Cluster
+from slime_retool.cluster.engines import Engines
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError
@@ -39,11 +40,22 @@ class Parts:
         self.generate(rollout_id)
         return {}
 
-    def start_trainers(self, config: Config) -> tuple[int, dict[str, Any]]:
-        return self.first, {}
+    @property
+    def trainers(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            start=lambda num_rollout: (self.first, {}),
+            train=lambda batch, rollout_id: self.train(batch, rollout_id),
+            save=lambda rollout_id, extra: self.save(rollout_id, extra),
+            connect_engines=self.nothing,
+        )
 
-    def start_engines(self) -> list[str]:
-        return []
+    @property
+    def engines(self) -> SimpleNamespace:
+        engines = SimpleNamespace(
+            launch=self.nothing, start=list, start_router=self.nothing, memory=dict, check=self.check
+        )
+        engines.checked = partial(Engines.checked, engines)
+        return engines
 
     def update_weights(self) -> int:
         return 1
@@ -54,9 +66,7 @@ class Parts:
     def nothing(self, *_: object) -> dict[str, float]:
         return {}
 
-    launch_engines = start_router = connect = connect_engines = engine_memory = nothing
-    begin_training = begin_update = begin_generation = save = state_dict = nothing
-    checked = Cluster.checked
+    connect = begin_training = begin_update = begin_generation = save = state_dict = nothing
 
 
 MODEL = {

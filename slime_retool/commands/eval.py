@@ -96,8 +96,8 @@ def _from_checkpoint(config: Config) -> dict[str, float]:
     with ServerFlagCheck(config) as check, Cluster(config) as cluster, RolloutManager(config) as rollout:
         check.wait()
         logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
-        rollout.connect(cluster.start_router(cluster.start_engines()))
-        with cluster.checked():
+        rollout.connect(cluster.engines.start_router(cluster.engines.start()))
+        with cluster.engines.checked():
             return rollout.evaluate(resume=True)
 
 

@@ -30,6 +30,6 @@ def trained_models(config: Config) -> list[TrainedModel]:
     """The first one is the policy."""
     models = [TrainedModel("actor", config, has_logits=True, apart=False)]
     if config.uses_critic:
-        own = replace(config.of_critic_apart() if config.critic_apart else config, lora_rank=None)
-        models.append(TrainedModel("critic", own, has_logits=False, apart=config.critic_apart))
+        *others, (_, own) = config.trainer_groups
+        models.append(TrainedModel("critic", replace(own, lora_rank=None), has_logits=False, apart=bool(others)))
     return models
