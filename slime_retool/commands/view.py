@@ -70,7 +70,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def sample_text(row: dict[str, Any], reward_key: str | None) -> str:
-    """One dumped sample as a page. LookupError or TypeError for an object that is none."""
+    """One dumped sample as a page. LookupError or TypeError for another object."""
     reward, acc = row["reward"], ""
     if isinstance(reward, dict):
         acc = f"  acc {reward['acc']}" if "acc" in reward else ""

@@ -31,7 +31,7 @@ EXPERT_IMBALANCE = 1.2
 
 
 def element_bytes(config: Config) -> int:
-    """Of activations and weights."""
+    """Bytes of an element of activations and weights."""
     return FP32 if config.precision == "fp32" else BF16
 
 
@@ -56,7 +56,7 @@ def layer_input_bytes(config: Config) -> float:
 
 
 def layer_bytes(config: Config) -> float:
-    """Of one token in a mean layer, nothing recomputed."""
+    """Bytes of one token in a mean layer, nothing recomputed."""
     w, tp = widths(config), config.tensor_model_parallel_size
     attention = 2 * (w.queries + 2 * w.keys) + w.queries
     width = element_bytes(config)

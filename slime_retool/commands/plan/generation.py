@@ -34,7 +34,7 @@ TAIL_SHARE = 0.05
 
 
 def generate_seconds(config: Config, card: Card, workload: Workload) -> float:
-    """Until the last response of a rollout is there; tools are taken to answer at once."""
+    """Seconds until the last response of a rollout is there; tools are taken to answer at once."""
     if not config.num_engines:
         return 0.0
     workers = config.rollout_num_gpus_per_engine

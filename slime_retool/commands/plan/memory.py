@@ -99,7 +99,7 @@ def fullest_micro_batch(config: Config, workload: Workload) -> float:
 
 
 def micro_batches(config: Config, workload: Workload) -> int:
-    """Of one optimizer step on one data-parallel rank."""
+    """Micro-batches of one optimizer step on one data-parallel rank."""
     samples = (config.global_batch_size or workload.samples) / config.data_parallel_size
     if not config.use_dynamic_batch_size or config.max_tokens_per_gpu is None:
         return max(1, -(-int(samples) // config.micro_batch_size))
@@ -117,7 +117,7 @@ def layers_of_stages(config: Config) -> list[int]:
 
 
 def trainer_memory(config: Config, workload: Workload) -> TrainerMemory:
-    """Of the fullest rank of the first model's processes."""
+    """Bytes on the fullest rank of the first model's processes."""
     return _fullest([model for model in trained_models(config) if not model.apart], workload)
 
 
@@ -132,7 +132,7 @@ def _fullest(models: list[TrainedModel], workload: Workload) -> TrainerMemory:
 
 
 def stage_memory(models: list[TrainedModel], workload: Workload, stage: int) -> TrainerMemory:
-    """Of a rank of one pipeline stage, whose processes train `models`, one after the other."""
+    """Bytes on a rank of one pipeline stage, whose processes train `models`, one after the other."""
     config = models[0].config
     pp, layers = config.pipeline_model_parallel_size, layers_of_stages(config)[stage]
     tokens = fullest_micro_batch(config, workload)
@@ -192,12 +192,12 @@ def logits_bytes(config: Config, rows: float) -> float:
 
 
 def kept_logits_share(config: Config, rows: float) -> float:
-    """Of the logits of a micro-batch with so many learned tokens, what --keep-logits-gib keeps."""
+    """Share of the logits of a micro-batch with so many learned tokens that --keep-logits-gib keeps."""
     return min(1.0, config.keep_logits_gib * GIB / max(1.0, logits_bytes(config, rows)))
 
 
 def _log_prob_bytes(config: Config, tokens: float, learned: float) -> float:
-    """Of `algo.log_probs` in its backward: a chunk's logits and their gradient, hidden states in four versions (the
+    """Bytes of `algo.log_probs` in its backward: a chunk's logits and their gradient, hidden states in four versions (the
     learned rows, masked, their gradient, that of all rows), or, once the chunks are gone, zeros for the weight;
     and all logits that are kept."""
     tp, width = config.tensor_model_parallel_size, element_bytes(config)
@@ -216,7 +216,7 @@ def kv_bytes_per_token(model: ModelArgs) -> int:
 
 
 def engine_memory(config: Config, card: Card) -> EngineMemory:
-    """SGLang takes --sglang-mem-fraction-static of the card for weights and cache."""
+    """SGLang takes --sglang-mem-fraction-static of the GPU's memory for weights and cache."""
     workers = config.rollout_num_gpus_per_engine
     fraction = config.sglang_mem_fraction_static or MEM_FRACTION
     weights = BF16 * stage_parameters(

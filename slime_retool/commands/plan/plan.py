@@ -1,4 +1,4 @@
-"""What a run needs on one kind of card: memory of each GPU at its fullest moments, and seconds of each phase."""
+"""What a run needs on one kind of GPU: memory of each GPU at its fullest moments, and seconds of each phase."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slime_retool.config.parallel import check_parallel
 from slime_retool.config.validate import check_batches, check_precision
 
 USABLE_SHARE = 0.95
-"""Of a card's memory that a plan may fill: the allocator fragments, batches vary."""
+"""Share of a GPU's memory that a plan may fill: the allocator fragments, batches vary."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class StepTime:
     generate: float
     log_probs: float
     train: float
-    """Of the first model; `others` is the time that further ones add."""
+    """The first model's; `others` is the time that further ones add."""
     others: float
     sync: float
     offload: float
@@ -51,13 +51,13 @@ class StepTime:
 
 @dataclass(slots=True)
 class Plan:
-    """What a run needs on one kind of card."""
+    """What a run needs on one kind of GPU."""
 
     parameters: int
     active_parameters: int
-    """Of those, what one token meets (all of them without experts)."""
+    """Those that one token meets (all of them without experts)."""
     gpus: int
-    """Of training and generation together."""
+    """GPUs of training and generation together."""
     card: Card
     trainer: TrainerMemory
     engine: EngineMemory | None
@@ -71,7 +71,7 @@ class Plan:
     workload: Workload
     micro_batches: int
     mfu: float
-    """Of the training phase, counted as `perf/train_mfu` is."""
+    """The training phase's, counted as `perf/train_mfu` is."""
     problems: list[str]
     """Why it does not fit; empty when it does."""
 
