@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
@@ -224,10 +224,14 @@ def build_parser(
     *,
     usage: str = "python -m slime_retool.train --hf-checkpoint DIR --prompt-data FILE [--FLAG VALUE ...]",
     description: str = "Teach a language model to reason with tools: SFT and RL on Megatron-core and SGLang.",
+    shown: Container[str] | None = None,
 ) -> _TrainParser:
-    """The parser behind `python -m slime_retool.train --help`, and of the commands that take its flags."""
+    """The parser behind `python -m slime_retool.train --help`, and of the commands that take its flags.
+
+    It takes all of them; --help tells of the fields in `shown` (None: of all).
+    """
     parser = _TrainParser(prog=prog, usage=usage, description=description)
-    flags.add_flags(parser, Config)
+    flags.add_flags(parser, Config, shown)
     return parser
 
 
