@@ -32,6 +32,7 @@ from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import exists, prune
 from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.config.roles import bytes_of_a_save, roles_of
 from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, UserError
@@ -234,13 +235,13 @@ class Loop:
         )
 
     def _save(self, rollout_id: int) -> float:
-        """Write a checkpoint, and delete old ones once those of actor and critic are complete: one goes on with the
-        other. Returns the seconds it took."""
+        """Write a checkpoint, and delete old ones once those of all models are complete, which go on together.
+        Returns the seconds it took."""
         config, begin = self._config, time.monotonic()
         self._cluster.save(rollout_id, {"data": self._rollout.state_dict()})
-        for folder in (config.save, config.critic_save if config.uses_critic else None):
-            if folder is not None and config.save_keep is not None:
-                prune(folder, config.save_keep)
+        for role in roles_of(config):
+            if role.config.save is not None and config.save_keep is not None:
+                prune(role.config.save, config.save_keep)
         return time.monotonic() - begin
 
     def _warn_of_room(self, first: int) -> None:
@@ -249,7 +250,7 @@ class Loop:
         if config.save is None or config.save_keep is not None or config.debug_rollout_only:
             return
         count = sum(map(self._saves_at, range(first, config.num_rollout)))
-        each = config.bytes_of_a_save
+        each = bytes_of_a_save(config)
         free = free_bytes(config.save)
         if count * each > free:
             logger.warning(
@@ -294,7 +295,7 @@ class Loop:
         """Evaluate the weights after `rollout_id` (-1: before any training)."""
         started = time.monotonic()
         with self._blaming_engines():
-            figures = self._validate() if self._config.loss_type == "sft_loss" else self._rollout.evaluate(rollout_id)
+            figures = self._validate() if self._config.loss.supervised else self._rollout.evaluate(rollout_id)
         figures["perf/eval_seconds"] = time.monotonic() - started
         self._metrics.log(rollout_id, figures)
         headline = {name: value for name, value in figures.items() if name.endswith(("/accuracy", "/loss"))}

@@ -20,6 +20,7 @@ from slime_retool.cluster.environment import trainer_environment
 from slime_retool.cluster.files import check_files
 from slime_retool.cluster.placement import Placement, Slot, place
 from slime_retool.config import Config
+from slime_retool.config.roles import trainer_groups
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
@@ -63,12 +64,10 @@ class Cluster:
     def start_trainers(self) -> tuple[int, dict[str, Any]]:
         """Start every trainer rank and load weights. Returns (first rollout's number, state saved with it)."""
         assert self._placement is not None
-        apart = self._config.critic_world_size > 0
-        roles = "actor" if apart else "all"
-        self._trainers = self._make_trainers(self._config, self._placement.trainers, roles)
-        if apart:
-            own = self._config.of_critic_apart()
-            self._critics = self._make_trainers(own, self._placement.critics, "critic")
+        actors, *others = trainer_groups(self._config)
+        self._trainers = self._make_trainers(actors.config, self._placement.trainers, actors.holds)
+        for group in others:
+            self._critics = self._make_trainers(group.config, self._placement.critics, group.holds)
         starting = []
         for group in (self._trainers, self._critics):
             if group:

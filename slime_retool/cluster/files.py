@@ -10,6 +10,7 @@ import ray
 
 from slime_retool.cluster.placement import Placement
 from slime_retool.config import Config
+from slime_retool.config.roles import roles_of
 from slime_retool.errors import ConfigError
 
 Named = tuple[str, str]
@@ -26,10 +27,11 @@ def check_files(config: Config, placement: Placement) -> None:
     trained = [
         (flag, path)
         for flag, path in (
-            ("--ref-load", config.ref_load), ("--load", config.load), ("--critic-load", config.critic_load),
+            ("--ref-load", config.ref_load),
+            *((role.flag("--load"), role.config.load) for role in roles_of(config)),
         )
         if path is not None and os.path.exists(path)
-    ]  # fmt: skip
+    ]
     engines = {slot.node: slot for slots in placement.engines for slot in slots}
     trainers = {slot.node: slot for slot in [*placement.trainers, *placement.critics]}
     with ExitStack() as stack:
@@ -53,11 +55,12 @@ def check_files(config: Config, placement: Placement) -> None:
 def _markers(config: Config, stack: ExitStack) -> list[Named]:
     """A file that is there for a moment in each folder that all training hosts write to."""
     markers = []
-    for flag, folder in (("--save", config.save), ("--critic-save", config.critic_save)):
+    for role in roles_of(config):
+        folder = role.config.save
         if folder is not None:
             os.makedirs(folder, exist_ok=True)
             marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".slime-retool-shared-", dir=folder))
-            markers.append((flag, marker.name))
+            markers.append((role.flag("--save"), marker.name))
     return markers
 
 

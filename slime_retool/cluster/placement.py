@@ -23,6 +23,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime_retool.config import Config
+from slime_retool.config.roles import trainer_groups
 from slime_retool.errors import ConfigError
 
 PLACEMENT_SECONDS = 120.0
@@ -95,8 +96,10 @@ def _place_on_gpus(config: Config, timeout: float) -> Placement:
     wanted = {
         "trainers": [config.actor_num_gpus_per_node] * (config.actor_num_nodes if trains else 0),
         "engines": [] if config.colocate else [per_engine] * own_engines,
-        "critics": [config.critic_num_gpus_per_node or 1] * (config.critic_num_nodes or 1 if _critics(config) else 0),
+        "critics": [],
     }
+    for own in _others(config):
+        wanted["critics"] = [own.actor_num_gpus_per_node] * (0 if config.debug_rollout_only else own.actor_num_nodes)
     _check_hosts(wanted, sorted((gpus for gpus in _gpus_by_node().values() if gpus), reverse=True))
     placement = Placement([], [], [], driver=ray.get_runtime_context().get_node_id())
     found: dict[str, list[list[Slot]]] = {name: [] for name in wanted}
@@ -155,8 +158,9 @@ def _gpus_by_node() -> dict[str, int]:
     return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
 
 
-def _critics(config: Config) -> bool:
-    return config.critic_world_size > 0 and not config.debug_rollout_only
+def _others(config: Config) -> list[Config]:
+    """The options of the trainer groups beside the actor's."""
+    return [group.config for group in trainer_groups(config)[1:]]
 
 
 def _check_hosts(wanted: dict[str, list[int]], hosts: list[int]) -> None:
@@ -192,7 +196,7 @@ def _place_on_cpus(config: Config) -> Placement:
         return [hosts[rank // per_node % len(hosts)] for rank in range(count)]
 
     trainers = ranks(config.world_size, config.actor_num_gpus_per_node)
-    critics = ranks(config.critic_world_size, config.critic_num_gpus_per_node or 1)
+    critics = [slot for own in _others(config) for slot in ranks(own.world_size, own.actor_num_gpus_per_node)]
     own_engines = 0 if config.rollout_external_urls else config.num_engines
     engines = (trainers if config.colocate else ranks(own_engines, 1))[:own_engines]
     return Placement(trainers, [[slot] for slot in engines], critics, driver)

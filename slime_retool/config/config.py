@@ -12,6 +12,7 @@ from megatron_bridge import flags
 from megatron_bridge.arithmetic import checkpoint_size
 from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs
+from slime_retool.algo.algorithms import Algorithm, Loss, LossTerm, active_terms, find_algorithm, find_loss
 from slime_retool.config import groups
 from slime_retool.config.data_sets import DataSet, parse_data_sets
 
@@ -83,44 +84,55 @@ class Config(
         return LoraSpec(self.lora_rank, alpha, tuple(self.lora_target_modules), base)
 
     @property
+    def algorithm(self) -> Algorithm:
+        """What `--advantage-estimator` names. Raises ConfigError for a name or path that leads to none."""
+        return find_algorithm(self.advantage_estimator)
+
+    @property
+    def loss(self) -> Loss:
+        """What `--loss-type` names. Raises ConfigError for a name or path that leads to none."""
+        return find_loss(self.loss_type, self.algorithm)
+
+    @property
+    def loss_terms(self) -> list[tuple[LossTerm, float]]:
+        """The loss and what is added to it, each with its weight."""
+        return active_terms(self.loss, self)
+
+    @property
     def uses_critic(self) -> bool:
-        return self.advantage_estimator == "ppo" and self.loss_type == "policy_loss"
+        return self.algorithm.needs_critic and not self.loss.supervised
 
     @property
-    def critic_apart(self) -> bool:
-        """The critic has processes of its own."""
-        return self.critic_num_nodes is not None or self.critic_num_gpus_per_node is not None
+    def policy_starts_at(self) -> int:
+        """The first rollout that trains the policy; those before it train the critic alone."""
+        return self.num_critic_only_steps
 
     @property
-    def critic_world_size(self) -> int:
-        """Processes of a critic that is apart; 0 without one."""
-        if not self.uses_critic or not self.critic_apart:
-            return 0
-        return (self.critic_num_nodes or 1) * (self.critic_num_gpus_per_node or 1)
+    def needs_reference(self) -> bool:
+        """Whether anything compares the policy with the reference model."""
+        if self.loss.supervised:
+            return False
+        return self.kl_coef != 0 or any("ref_log_probs" in term.needs for term, _ in self.loss_terms)
 
-    def of_critic_apart(self) -> Config:
-        """The options as the processes of a critic apart have them."""
-        return replace(
-            self,
-            actor_num_nodes=self.critic_num_nodes or 1,
-            actor_num_gpus_per_node=self.critic_num_gpus_per_node or 1,
-            offload_train=False,  # nobody else wants its devices
-        )
+    @property
+    def recomputes_log_probs(self) -> bool:
+        """Whether the trainer makes the old policy's log-probs in a pass of their own.
 
-    def checkpoint_bytes(self, *, critic: bool = False) -> int:
-        """Bytes of one checkpoint of the actor, or of the critic (which has no adapters)."""
+        Where neither a later optimizer step nor the advantages need them, they come with the forward itself.
+        """
+        if self.loss.supervised or self.use_rollout_logprobs:
+            return False
+        return self.steps_per_rollout > 1 or self.use_tis or self.kl_coef != 0
+
+    def checkpoint_bytes(self, *, value_head: bool = False) -> int:
+        """Bytes of one checkpoint of a model with these options, or of one with a value head."""
         return checkpoint_size.checkpoint_bytes(
             self,
             bf16=self.in_bf16,
             with_optimizer=not self.no_save_optim,
-            lora=None if critic else self.lora,
-            value_head=critic,
+            lora=self.lora,
+            value_head=value_head,
         )
-
-    @property
-    def bytes_of_a_save(self) -> int:
-        """Bytes of what is written at one save: the actor's checkpoint, and the critic's where there is one."""
-        return self.checkpoint_bytes() + (self.checkpoint_bytes(critic=True) if self.uses_critic else 0)
 
     @property
     def samples_per_rollout(self) -> int:

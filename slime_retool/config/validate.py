@@ -22,6 +22,7 @@ from slime_retool.config.engines import check_engines
 from slime_retool.config.groups import LoraArgs
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.require import require, require_file, require_folder, require_writable
+from slime_retool.config.roles import roles_of
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function
@@ -223,7 +224,8 @@ def _check_checkpoints(config: Config) -> None:
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
         "name another folder",
     )
-    for flag, folder in (("--save", config.save), ("--critic-save", config.critic_save), ("--save-hf", config.save_hf)):
+    saves = [(role.flag("--save"), role.config.save) for role in roles_of(config)]
+    for flag, folder in (*saves, ("--save-hf", config.save_hf)):
         if folder is not None:
             require_writable(folder, flag)
     if config.save_hf is not None:
@@ -239,12 +241,13 @@ def _check_room(config: Config) -> None:
     if config.debug_rollout_only:
         return
     needed: dict[int, tuple[str, int]] = {}
-    for flag, folder, critic in (("--save", config.save, False), ("--critic-save", config.critic_save, True)):
-        if folder is None or (critic and not config.uses_critic):
+    for role in roles_of(config):
+        flag, folder = role.flag("--save"), role.config.save
+        if folder is None:
             continue
         disk = os.stat(nearest_existing(folder)).st_dev
         place, before = needed.get(disk, (f"{flag} {folder}", 0))
-        needed[disk] = (place, before + config.checkpoint_bytes(critic=critic))
+        needed[disk] = (place, before + role.checkpoint_bytes)
         free, size = free_bytes(folder), needed[disk][1]
         require(
             size <= free,

@@ -15,7 +15,7 @@ under 1F1B, stage s of p has p - s of them (https://arxiv.org/abs/2104.04473, se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.arithmetic.cards import Card
@@ -38,6 +38,7 @@ from slime_retool.commands.plan.activations import (
 )
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
+from slime_retool.config.roles import TrainerGroup, trainer_groups
 
 RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest: outside of what torch counts."""
@@ -134,8 +135,8 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
     weights, gradients, optimizer = _state_bytes(config, stage, layers)
     on_host = _host_part(config, optimizer)
     critic, critic_on_host = (0, 0)
-    if config.uses_critic and not config.critic_apart:
-        critic, critic_on_host = _critic_bytes(config, stage, layers)
+    for role in trainer_groups(config)[0].roles[1:]:
+        critic, critic_on_host = _value_model_bytes(role.config, stage, layers)
     return TrainerMemory(
         weights=weights,
         gradients=gradients,
@@ -147,12 +148,12 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
     )
 
 
-def critic_apart_bytes(config: Config, workload: Workload) -> int:
-    """On the fullest GPU of a critic that is apart: like the actor, without logits."""
-    own = replace(config.of_critic_apart(), lora_rank=None)
+def own_group_memory(group: TrainerGroup, workload: Workload) -> int:
+    """On the fullest GPU of a value model with processes of its own: like the actor, without logits."""
+    own = group.roles[0].config
     layers = layers_of_stages(own)
     stages = range(own.pipeline_model_parallel_size)
-    held = [_critic_bytes(own, s, layers[s])[0] + stage_memory(own, workload, s).activations for s in stages]
+    held = [_value_model_bytes(own, s, layers[s])[0] + stage_memory(own, workload, s).activations for s in stages]
     return max(held) + RUNTIME_BYTES
 
 
@@ -180,14 +181,13 @@ def _state_bytes(config: Config, stage: int, layers: int, *, left_out: int = 0) 
     return parameters * element_bytes(config), trained * gradient, stated * (2 * FP32 + main)
 
 
-def _critic_bytes(config: Config, stage: int, layers: int) -> tuple[int, int]:
-    """(on the device, on the host): weights, gradients and optimizer of a model like the actor, without adapters and
-    with one value per token in place of the output layer."""
-    values = replace(config, lora_rank=None, untie_embeddings_and_output_weights=True)
+def _value_model_bytes(config: Config, stage: int, layers: int) -> tuple[int, int]:
+    """(on the device, on the host): weights, gradients and optimizer of a model with one value per token in place of
+    the output layer."""
     columns = padded_vocab_size(config, config.tensor_model_parallel_size) // config.tensor_model_parallel_size
     last = stage == config.pipeline_model_parallel_size - 1
     left_out = columns * required(config, "hidden_size") if last else 0
-    weights, gradients, optimizer = _state_bytes(values, stage, layers, left_out=left_out)
+    weights, gradients, optimizer = _state_bytes(config, stage, layers, left_out=left_out)
     on_host = _host_part(config, optimizer)
     return weights + gradients + optimizer - on_host, on_host
 
@@ -245,11 +245,6 @@ def host_memory(config: Config, trainer: TrainerMemory) -> int:
     held = trainer.host_optimizer
     if config.offloads_train:
         held += trainer.weights + trainer.optimizer + trainer.critic
-    if needs_reference(config) and config.lora is None:
+    if config.needs_reference and config.lora is None:
         held += 2 * trainer.weights
     return held * config.actor_num_gpus_per_node
-
-
-def needs_reference(config: Config) -> bool:
-    """Whether log-probs of the reference model are made (`trainer.actor.Actor.needs_reference`)."""
-    return config.loss_type == "policy_loss" and (config.use_kl_loss or config.kl_coef != 0)

@@ -13,19 +13,19 @@ from slime_retool.commands.plan.memory import (
     ENGINE_RUNTIME_BYTES,
     EngineMemory,
     TrainerMemory,
-    critic_apart_bytes,
     engine_memory,
     host_memory,
     micro_batches,
-    needs_reference,
+    own_group_memory,
     trainer_memory,
 )
 from slime_retool.commands.plan.timing import forward_seconds, train_seconds
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
-from slime_retool.config.algorithm import check_critic_processes
+from slime_retool.config.algorithm import check_groups
 from slime_retool.config.engines import check_engines
 from slime_retool.config.parallel import check_parallel
+from slime_retool.config.roles import bytes_of_a_save, roles_of, trainer_groups
 from slime_retool.config.validate import check_batches, check_precision
 
 USABLE_SHARE = 0.95
@@ -97,13 +97,13 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
     return Plan(
         parameters=total_parameters(config),
         active_parameters=active_parameters(config),
-        gpus=config.world_size + config.critic_world_size + (0 if config.colocate else engine_gpus),
+        gpus=sum(group.config.world_size for group in trainer_groups(config)) + (0 if config.colocate else engine_gpus),
         card=card,
         trainer=trainer,
         engine=engine,
         moments=moments,
         host=host_memory(config, trainer),
-        disk=config.bytes_of_a_save,
+        disk=bytes_of_a_save(config),
         time=time,
         workload=workload,
         micro_batches=micro_batches(config, workload),
@@ -117,7 +117,7 @@ def check_layout(config: Config) -> None:
     batch, and options that do not go together."""
     check_parallel(config)
     check_batches(config)
-    check_critic_processes(config)
+    check_groups(config)
     check_precision(config)
     check_engines(config)
 
@@ -129,8 +129,8 @@ def memory_of_moments(
     trainer = trainer_memory(config, workload)
     engine = engine_memory(config, card) if config.num_engines else None
     moments = _moments(config, trainer, engine)
-    if config.critic_world_size:
-        moments["training the critic"] = critic_apart_bytes(config, workload)
+    for group in trainer_groups(config)[1:]:
+        moments[f"training the {group.name}"] = own_group_memory(group, workload)
     return trainer, engine, moments
 
 
@@ -169,17 +169,14 @@ def find_problems(card: Card, workload: Workload, engine: EngineMemory | None, m
 
 
 def _step_time(config: Config, card: Card, workload: Workload, trainer: TrainerMemory) -> StepTime:
-    passes = 0
-    if config.loss_type == "policy_loss":
-        recomputed = config.steps_per_rollout > 1 or config.use_tis or config.kl_coef != 0
-        passes = int(recomputed and not config.use_rollout_logprobs) + int(needs_reference(config))
+    passes = int(config.recomputes_log_probs) + int(config.needs_reference)
     critic, train = 0.0, train_seconds(config, card, workload)
-    if config.uses_critic:
-        values = replace(config.of_critic_apart() if config.critic_apart else config, lora_rank=None)
+    for role in roles_of(config)[1:]:
+        values = replace(role.config, untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights)
         trained = train_seconds(values, card, workload, logits=False)
-        if config.critic_apart:  # it trains while the actor does
+        if len(trainer_groups(config)) > 1:  # it trains while the actor does
             trained = max(0.0, trained - train)
-        critic = forward_seconds(values, card, workload, logits=False) + trained
+        critic += forward_seconds(values, card, workload, logits=False) + trained
     return StepTime(
         generate=generate_seconds(config, card, workload),
         log_probs=passes * forward_seconds(config, card, workload) if passes else 0.0,
