@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from trainer_utils import tiny_config
 
+from slime_retool.config.roles import critic_config
 from slime_retool.config.schedule import schedule_steps
 from slime_retool.errors import ConfigError
-from slime_retool.trainer.critic import critic_config
 from slime_retool.trainer.optimizer import build_scheduler
 
 LR, MIN_LR = 3e-4, 1e-5

@@ -48,7 +48,9 @@ class AdvantageInputs:
         object.__setattr__(self, "rewards", self.rewards.detach().double())
         if not bool(self.rewards.isfinite().all()):
             bad = (~self.rewards.isfinite()).nonzero()[:5, 0].tolist()
-            raise ValueError(f"rewards must be finite numbers, those of samples {bad} are not; check the reward function")
+            raise ValueError(
+                f"rewards must be finite numbers, those of samples {bad} are not; check the reward function"
+            )
         if self.kl_coef != 0.0 and self.kl is None:
             raise ValueError(f"--kl-coef {self.kl_coef} needs log-probs of a reference model; give --ref-load")
 

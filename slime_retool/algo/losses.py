@@ -157,8 +157,8 @@ def ppo_loss(inputs: LossInputs) -> LossValue:
     (https://arxiv.org/abs/2503.14476). `eps_clip_c` bounds the loss of negative advantages by -A c (dual clip,
     https://arxiv.org/abs/1912.09729). Log ratios are clamped to [-20, 20].
 
-    Metrics of all losses of a policy: pg_loss, clip_fraction (tokens where a clip is active), ppo_kl (mean of old - new,
-    k1).
+    Metrics, those of `gspo_loss` and `cispo_loss` too: pg_loss, clip_fraction (tokens where a clip is active), ppo_kl
+    (mean of old - new, k1).
     """
     log_ratio = inputs.log_ratio()
     return _clipped_objective(inputs, log_ratio, log_ratio)

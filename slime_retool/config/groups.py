@@ -257,15 +257,14 @@ class AlgoArgs:
     loss_type: str = flag(
         next(iter(LOSSES)),
         metavar="NAME",
-        help=f"What is minimised: {', '.join(LOSSES)} (that of the algorithm, or of SFT), or the dotted path of a loss of "
-        "your own (docs/algorithms.md).",
+        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/algorithms.md).",
     )
     advantage_estimator: str = flag(
         next(iter(ALGORITHMS)),
         metavar="NAME",
         help="How rewards become advantages: "
-        f"{'; '.join(f'{name}, {algorithm.summary}' for name, algorithm in ALGORITHMS.items())}; or the dotted path of an "
-        "algorithm of your own (docs/algorithms.md).",
+        f"{'; '.join(f'{name}, {algorithm.summary}' for name, algorithm in ALGORITHMS.items())}; "
+        "or the dotted path of an algorithm of your own (docs/algorithms.md).",
     )
     disable_grpo_std_normalization: bool = flag(False, help="Do not divide advantages by the group's deviation.")
     normalize_advantages: bool = flag(
