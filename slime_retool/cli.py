@@ -22,7 +22,7 @@ from typing import Any
 
 from slime_retool.errors import ConfigError
 from slime_retool.rollout import eval_figures
-from slime_retool.sandbox.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable
+from slime_retool.sandbox.host.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable
 from slime_retool.types import Sample
 
 REQUIRED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "datasets", "aiohttp")
@@ -119,7 +119,7 @@ def doctor() -> int:
 
 def serve_sandbox(host: str, port: int, isolation: str, concurrency: int) -> int:
     """Serve until interrupted. Returns 1 where the isolation level or the address cannot be had, 2 for a bad limit."""
-    from slime_retool.sandbox.server import serve
+    from slime_retool.sandbox.host.server import serve
 
     try:
         policy = SandboxPolicy(isolation, concurrency=concurrency)

@@ -32,7 +32,6 @@ from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import exists, prune
 from slime_retool.config import Config, parse_config, resolve_device, validate
-from slime_retool.config.roles import bytes_of_a_save, roles_of
 from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, UserError
@@ -179,18 +178,18 @@ class Loop:
         config, cluster = self._config, self._cluster
         first = 0
         if config.num_engines and not config.colocate:
-            cluster.launch_engines()
+            cluster.engines.launch()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
-            first, state = cluster.start_trainers()
+            first, state = cluster.trainers.start()
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
         if config.num_engines:
-            urls = cluster.start_engines()
-            self._engine_memory = cluster.engine_memory()
-            self._rollout.connect(cluster.start_router(urls))
+            urls = cluster.engines.start()
+            self._engine_memory = cluster.engines.memory()
+            self._rollout.connect(cluster.engines.start_router(urls))
             if not config.debug_rollout_only:
-                cluster.connect_engines(urls)
+                cluster.trainers.connect_engines(urls)
                 cluster.begin_training()
                 self._hand_over(Phases())
         return first
@@ -202,13 +201,13 @@ class Loop:
         with phases("generate"):
             with self._blaming_engines():
                 batch = self._rollout.generate(rollout_id)
-        cluster.check()
+        cluster.engines.check()
         figures = dict(batch.metrics)
         last = rollout_id + 1 == config.num_rollout
         if not config.debug_rollout_only:
             with phases("offload"):
                 cluster.begin_training()
-            figures |= cluster.train(batch, rollout_id)
+            figures |= cluster.trainers.train(batch, rollout_id)
         # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
         self._metrics.log(rollout_id, figures)
         timing: dict[str, float] = {}
@@ -238,10 +237,10 @@ class Loop:
         """Write a checkpoint, and delete old ones once those of all models are complete, which go on together.
         Returns the seconds it took."""
         config, begin = self._config, time.monotonic()
-        self._cluster.save(rollout_id, {"data": self._rollout.state_dict()})
-        for role in roles_of(config):
-            if role.config.save is not None and config.save_keep is not None:
-                prune(role.config.save, config.save_keep)
+        self._cluster.trainers.save(rollout_id, {"data": self._rollout.state_dict()})
+        if config.save_keep is not None:
+            for folder in config.save_folders.values():
+                prune(folder, config.save_keep)
         return time.monotonic() - begin
 
     def _warn_of_room(self, first: int) -> None:
@@ -250,7 +249,7 @@ class Loop:
         if config.save is None or config.save_keep is not None or config.debug_rollout_only:
             return
         count = sum(map(self._saves_at, range(first, config.num_rollout)))
-        each = bytes_of_a_save(config)
+        each = config.bytes_of_a_save
         free = free_bytes(config.save)
         if count * each > free:
             logger.warning(
@@ -269,7 +268,7 @@ class Loop:
     def _hand_over(self, phases: Phases) -> int:
         """The trainer's weights into the engines, and the devices with them. Returns the weight version."""
         cluster = self._cluster
-        cluster.check()
+        cluster.engines.check()
         with phases("offload"):
             cluster.begin_update()
         with phases("sync"):
@@ -284,7 +283,7 @@ class Loop:
         try:
             yield
         except SlimeRetoolError:
-            self._cluster.check()
+            self._cluster.engines.check()
             raise
 
     @staticmethod
@@ -307,7 +306,7 @@ class Loop:
 
         figures: dict[str, float] = {}
         for name, samples in self._rollout.held_out().items():
-            figures |= held_out_figures(name, samples, self._cluster.log_probs(samples))
+            figures |= held_out_figures(name, samples, self._cluster.trainers.log_probs(samples))
         return figures
 
     def _export(self, source: str) -> None:

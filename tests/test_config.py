@@ -18,7 +18,6 @@ from megatron_bridge import flags
 from slime_retool.cli import main as slime_retool
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.groups import RolloutArgs
-from slime_retool.config.roles import bytes_of_a_save, roles_of, trainer_groups
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
 from slime_retool.train import _flag_lines
@@ -360,14 +359,12 @@ def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
 def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):
     args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/x", "--load": "/tmp/y"}
     config = checked(args | {"--advantage-estimator": "reinforce_plus_plus"})
-    assert [role.name for role in roles_of(config)] == ["actor"] and not config.uses_critic
+    assert [role.name for role in config.roles] == ["actor"] and not config.uses_critic
     config = checked(args | {"--advantage-estimator": "ppo", "--critic-num-gpus-per-node": "2"})
-    actor, critic = trainer_groups(config)
-    assert [(role.config.save, role.config.load) for role in actor.roles] == [("/tmp/x", "/tmp/y")]
-    assert [(role.config.save, role.config.load) for role in critic.roles] == [("/tmp/x/critic", "/tmp/y/critic")]
-    assert config.uses_critic and (actor.config.world_size, critic.config.world_size) == (1, 2)
-    (shared,) = trainer_groups(checked(args | {"--advantage-estimator": "ppo"}))
-    assert shared.holds == "all" and [role.flag("--save") for role in shared.roles] == ["--save", "--critic-save"]
+    assert config.save_folders == {"--save": "/tmp/x", "--critic-save": "/tmp/x/critic"}
+    assert [role.config.load for role in config.roles] == ["/tmp/y", "/tmp/y/critic"] and config.uses_critic
+    assert [(roles, group.world_size) for roles, group in config.trainer_groups] == [("actor", 1), ("critic", 2)]
+    assert [roles for roles, _ in checked(args | {"--advantage-estimator": "ppo"}).trainer_groups] == ["all"]
 
 
 def test_a_schedule_over_epochs_is_checked_once_their_length_is_known(run_args):
@@ -474,7 +471,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(run_args, monkeypatch, 
     config = checked(run_args | {"--save": f"{tmp_path}/a"})
     size = config.checkpoint_bytes()
     ppo = {"--advantage-estimator": "ppo", "--n-samples-per-prompt": "1"}
-    both = bytes_of_a_save(checked(run_args | ppo))
+    both = checked(run_args | ppo).bytes_of_a_save
     asked = []
 
     def has(free: int) -> None:

@@ -27,7 +27,6 @@ from slime_retool.commands.plan.plan import make_plan
 from slime_retool.commands.plan.timing import stage_passes, train_seconds
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
-from slime_retool.config.roles import bytes_of_a_save, roles_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,13 +67,13 @@ def test_a_checkpoint_takes_its_weights_and_optimizer_on_disk():
     adapters = config_of("qwen3-4B", lora_rank=32, no_save_optim=True, advantage_estimator="ppo")
     assert adapters.checkpoint_bytes() == 2 * 36 * adapter_parameters(adapters, adapters.lora)
     # A critic has no adapters, and a head of one row where an untied model has the output layer.
-    assert roles_of(adapters)[1].checkpoint_bytes == 2 * (total_parameters(adapters) + 2560)
+    assert adapters.roles[1].checkpoint_bytes == 2 * (total_parameters(adapters) + 2560)
     untied = config_of("qwen3-8B", advantage_estimator="ppo")
     critic = 14 * (total_parameters(untied) - 151_935 * 4096)
-    assert [role.checkpoint_bytes for role in roles_of(untied)] == [untied.checkpoint_bytes(), critic]
-    assert bytes_of_a_save(untied) == untied.checkpoint_bytes() + critic
+    assert [role.checkpoint_bytes for role in untied.roles] == [untied.checkpoint_bytes(), critic]
+    assert untied.bytes_of_a_save == untied.checkpoint_bytes() + critic
     alone = config_of("qwen3-8B")
-    assert bytes_of_a_save(alone) == alone.checkpoint_bytes()
+    assert alone.bytes_of_a_save == alone.checkpoint_bytes()
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (8, 1), (8, 2)])

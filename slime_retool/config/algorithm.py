@@ -11,7 +11,6 @@ from slime_retool.config.config import Config
 from slime_retool.config.groups import CriticArgs
 from slime_retool.config.parallel import check_world_size
 from slime_retool.config.require import require
-from slime_retool.config.roles import roles_of, trainer_groups
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +179,7 @@ def _check_distillation(config: Config) -> None:
 
 
 def _check_critic(config: Config) -> None:
-    actor, *others = roles_of(config)
+    actor, *others = config.roles
     if not others:
         for field in dataclasses.fields(CriticArgs):
             require(
@@ -209,20 +208,19 @@ def _check_critic(config: Config) -> None:
 
 def check_groups(config: Config) -> None:
     """Refuse (ConfigError) processes beside the actor's that the parallel sizes do not divide."""
-    for group in trainer_groups(config)[1:]:
+    for name, group in config.trainer_groups[1:]:
         for flag, count in (
-            (f"--{group.name}-num-nodes", group.config.actor_num_nodes),
-            (f"--{group.name}-num-gpus-per-node", group.config.actor_num_gpus_per_node),
+            (f"--{name}-num-nodes", group.actor_num_nodes),
+            (f"--{name}-num-gpus-per-node", group.actor_num_gpus_per_node),
         ):
             require(count >= 1, f"{flag} must be at least 1, got {count}")
-        world, size = group.config.world_size, config.model_parallel_size
+        world, size = group.world_size, config.model_parallel_size
         require(
             world % size == 0,
-            f"the {group.name}'s {world} processes (--{group.name}-num-nodes x --{group.name}-num-gpus-per-node) must "
-            f"be a multiple of tensor x pipeline x context parallel size {size}; use "
-            f"{max(1, round(world / size)) * size}",
+            f"the {name}'s {world} processes (--{name}-num-nodes x --{name}-num-gpus-per-node) must be a multiple of "
+            f"tensor x pipeline x context parallel size {size}; use {max(1, round(world / size)) * size}",
         )
-        check_world_size(config, world, f"{world} processes of the {group.name}")
+        check_world_size(config, world, f"{world} processes of the {name}")
 
 
 def _check_overlong(config: Config) -> None:

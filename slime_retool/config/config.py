@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_bridge import flags
@@ -108,6 +109,63 @@ class Config(
         return self.num_critic_only_steps
 
     @property
+    def roles(self) -> list[Role]:
+        """The models that are trained, the policy first."""
+        policy = Role("actor", self)
+        return [policy, Role("critic", self.of_critic())] if self.uses_critic else [policy]
+
+    @property
+    def trainer_groups(self) -> list[tuple[str, Config]]:
+        """(roles, options) of each group of training processes: see `trainer.core.ROLES`."""
+        if not self.uses_critic or self._critic_processes is None:
+            return [("all", self)]
+        return [("actor", self), ("critic", replace(self, **self._critic_processes))]
+
+    @property
+    def _critic_processes(self) -> dict[str, Any] | None:
+        """What differs in the options of a critic's own processes; None where it has none."""
+        nodes, gpus = self.critic_num_nodes, self.critic_num_gpus_per_node
+        if nodes is None and gpus is None:
+            return None
+        return {
+            "actor_num_nodes": 1 if nodes is None else nodes,
+            "actor_num_gpus_per_node": 1 if gpus is None else gpus,
+            "offload_train": False,  # nobody else wants its devices
+        }
+
+    def of_critic(self) -> Config:
+        """The options as the critic has them: its own learning rate and folders, no tied output layer, no adapters.
+
+        Its folders are by default those called `critic` in the actor's.
+        """
+        lr = self.lr if self.critic_lr is None else self.critic_lr
+        return replace(
+            self,
+            **(self._critic_processes or {}),
+            lr=lr,
+            min_lr=min(self.min_lr, lr),
+            lr_warmup_iters=self.critic_lr_warmup_iters,
+            lr_warmup_fraction=None,
+            num_critic_only_steps=0,
+            load=self.critic_load or (self.load and os.path.join(self.load, "critic")),
+            save=self.critic_save or (self.save and os.path.join(self.save, "critic")),
+            untie_embeddings_and_output_weights=True,
+            lora_rank=None,
+        )
+
+    @property
+    def load_folders(self) -> dict[str, str]:
+        """Flag -> folder that trainers read checkpoints from."""
+        named = {"--ref-load": self.ref_load} | {role.flag("--load"): role.config.load for role in self.roles}
+        return {flag: folder for flag, folder in named.items() if folder is not None}
+
+    @property
+    def save_folders(self) -> dict[str, str]:
+        """Flag -> folder that trainers write checkpoints to."""
+        named = {role.flag("--save"): role.config.save for role in self.roles}
+        return {flag: folder for flag, folder in named.items() if folder is not None}
+
+    @property
     def needs_reference(self) -> bool:
         """Whether anything compares the policy with the reference model."""
         if self.loss.supervised:
@@ -123,6 +181,11 @@ class Config(
         if self.loss.supervised or self.use_rollout_logprobs:
             return False
         return self.steps_per_rollout > 1 or self.use_tis or self.kl_coef != 0
+
+    @property
+    def bytes_of_a_save(self) -> int:
+        """Bytes of what is written at one save."""
+        return sum(role.checkpoint_bytes for role in self.roles)
 
     def checkpoint_bytes(self, *, value_head: bool = False) -> int:
         """Bytes of one checkpoint of a model with these options, or of one with a value head."""
@@ -191,6 +254,24 @@ class Config(
     def eval_sets(self) -> list[tuple[str, str]]:
         """(name, file) of each evaluation set."""
         return list(zip(self.eval_prompt_data[::2], self.eval_prompt_data[1::2], strict=True))
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model that a run trains."""
+
+    name: str
+    config: Config
+    """The run's options as this model has them: its learning rate, folders, adapters, and processes."""
+
+    def flag(self, actors: str) -> str:
+        """The flag of this model's that is `actors` of the actor: --save, --critic-save."""
+        return actors if self.name == "actor" else f"--{self.name}-{actors.removeprefix('--')}"
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint."""
+        return self.config.checkpoint_bytes(value_head=self.name == "critic")
 
 
 class _TrainParser(flags.OneLineParser):

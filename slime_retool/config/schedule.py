@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slime_retool.config.config import Config
-from slime_retool.config.roles import roles_of
 from slime_retool.errors import ConfigError
 
 
@@ -44,7 +43,7 @@ def check_schedule(config: Config) -> None:
     """
     if config.debug_rollout_only or (config.num_rollout is None and config.lr_decay_iters is None):
         return
-    for role in roles_of(config):
+    for role in config.roles:
         schedule_steps(role.config, role.flag)
 
 

@@ -22,7 +22,6 @@ from slime_retool.config.engines import check_engines
 from slime_retool.config.groups import LoraArgs
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.require import require, require_file, require_folder, require_writable
-from slime_retool.config.roles import roles_of
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function
@@ -195,6 +194,11 @@ def check_limits(config: Config) -> None:
         ("--distributed-timeout-minutes", config.distributed_timeout_minutes),
     ):
         require(value > 0, f"{flag} must be above 0, got {value}")
+    require(
+        config.tool_state == "call" or config.sandbox_url is None,
+        f"--tool-state {config.tool_state} needs a sandbox of this run's own: the protocol of --sandbox-url keeps no "
+        "state; drop one",
+    )
     url = config.sandbox_url
     require(
         url is None or url.startswith(("http://", "https://")),
@@ -224,11 +228,10 @@ def _check_checkpoints(config: Config) -> None:
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
         "name another folder",
     )
-    saves = [(role.flag("--save"), role.config.save) for role in roles_of(config)]
-    for flag, folder in (*saves, ("--save-hf", config.save_hf)):
-        if folder is not None:
-            require_writable(folder, flag)
+    for flag, folder in config.save_folders.items():
+        require_writable(folder, flag)
     if config.save_hf is not None:
+        require_writable(config.save_hf, "--save-hf")
         require(config.save is not None, "--save-hf is written from the last checkpoint: it needs --save DIR")
         require(
             not (os.path.isdir(config.save_hf) and os.listdir(config.save_hf)),
@@ -241,7 +244,7 @@ def _check_room(config: Config) -> None:
     if config.debug_rollout_only:
         return
     needed: dict[int, tuple[str, int]] = {}
-    for role in roles_of(config):
+    for role in config.roles:
         flag, folder = role.flag("--save"), role.config.save
         if folder is None:
             continue

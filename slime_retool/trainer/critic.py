@@ -15,7 +15,6 @@ from torch import Tensor
 from slime_retool.algo.algorithms import VALUE_LOSS
 from slime_retool.algo.losses import TotalLoss, ValueInputs
 from slime_retool.config import Config
-from slime_retool.config.roles import critic_config
 from slime_retool.errors import CheckpointError
 from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
@@ -58,7 +57,7 @@ class Critic(ModelRole):
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
         """`config` is the run's, not that of its role."""
         self._run_config = config
-        super().__init__(critic_config(config), TotalLoss([(VALUE_LOSS, 1.0)]), device=device, dtype=dtype)
+        super().__init__(config.of_critic(), TotalLoss([(VALUE_LOSS, 1.0)]), device=device, dtype=dtype)
 
     def _build_module(self) -> Any:
         module = super()._build_module()

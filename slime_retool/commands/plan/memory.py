@@ -38,7 +38,6 @@ from slime_retool.commands.plan.activations import (
 )
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
-from slime_retool.config.roles import TrainerGroup, trainer_groups
 
 RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest: outside of what torch counts."""
@@ -135,7 +134,7 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
     weights, gradients, optimizer = _state_bytes(config, stage, layers)
     on_host = _host_part(config, optimizer)
     critic, critic_on_host = (0, 0)
-    for role in trainer_groups(config)[0].roles[1:]:
+    for role in config.roles[1:] if len(config.trainer_groups) == 1 else ():
         critic, critic_on_host = _value_model_bytes(role.config, stage, layers)
     return TrainerMemory(
         weights=weights,
@@ -148,9 +147,9 @@ def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemor
     )
 
 
-def own_group_memory(group: TrainerGroup, workload: Workload) -> int:
-    """On the fullest GPU of a value model with processes of its own: like the actor, without logits."""
-    own = group.roles[0].config
+def own_group_memory(own: Config, workload: Workload) -> int:
+    """On the fullest GPU of a value model with these options and processes of its own: like the actor, without
+    logits."""
     layers = layers_of_stages(own)
     stages = range(own.pipeline_model_parallel_size)
     held = [_value_model_bytes(own, s, layers[s])[0] + stage_memory(own, workload, s).activations for s in stages]

@@ -25,7 +25,6 @@ from slime_retool.config import Config
 from slime_retool.config.algorithm import check_groups
 from slime_retool.config.engines import check_engines
 from slime_retool.config.parallel import check_parallel
-from slime_retool.config.roles import bytes_of_a_save, roles_of, trainer_groups
 from slime_retool.config.validate import check_batches, check_precision
 
 USABLE_SHARE = 0.95
@@ -97,13 +96,13 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
     return Plan(
         parameters=total_parameters(config),
         active_parameters=active_parameters(config),
-        gpus=sum(group.config.world_size for group in trainer_groups(config)) + (0 if config.colocate else engine_gpus),
+        gpus=sum(group.world_size for _, group in config.trainer_groups) + (0 if config.colocate else engine_gpus),
         card=card,
         trainer=trainer,
         engine=engine,
         moments=moments,
         host=host_memory(config, trainer),
-        disk=bytes_of_a_save(config),
+        disk=config.bytes_of_a_save,
         time=time,
         workload=workload,
         micro_batches=micro_batches(config, workload),
@@ -129,8 +128,8 @@ def memory_of_moments(
     trainer = trainer_memory(config, workload)
     engine = engine_memory(config, card) if config.num_engines else None
     moments = _moments(config, trainer, engine)
-    for group in trainer_groups(config)[1:]:
-        moments[f"training the {group.name}"] = own_group_memory(group, workload)
+    for role in config.roles[1:] if len(config.trainer_groups) > 1 else ():
+        moments[f"training the {role.name}"] = own_group_memory(role.config, workload)
     return trainer, engine, moments
 
 
@@ -171,10 +170,10 @@ def find_problems(card: Card, workload: Workload, engine: EngineMemory | None, m
 def _step_time(config: Config, card: Card, workload: Workload, trainer: TrainerMemory) -> StepTime:
     passes = int(config.recomputes_log_probs) + int(config.needs_reference)
     critic, train = 0.0, train_seconds(config, card, workload)
-    for role in roles_of(config)[1:]:
+    for role in config.roles[1:]:
         values = replace(role.config, untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights)
         trained = train_seconds(values, card, workload, logits=False)
-        if len(trainer_groups(config)) > 1:  # it trains while the actor does
+        if len(config.trainer_groups) > 1:  # it trains while the actor does
             trained = max(0.0, trained - train)
         critic += forward_seconds(values, card, workload, logits=False) + trained
     return StepTime(
