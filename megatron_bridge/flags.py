@@ -3,10 +3,11 @@
     @dataclass
     class RolloutArgs:
         '''Rollout.'''                     # first docstring line = title of the group in --help
-        rollout_temperature: float = flag(1.0, help="Sampling temperature.")
+        rollout_temperature: float = flag(1.0, above=0, help="Sampling temperature.")
 
 `--rollout-temperature 0.7` fills the field `rollout_temperature`. Groups are combined by inheritance
-(`class Config(RolloutArgs, ...)`), so a parsed configuration is one flat, typed object.
+(`class Config(RolloutArgs, ...)`), so a parsed configuration is one flat, typed object. Which values a field may have
+stands on the field; `mistakes_in` checks them all, wherever the object came from.
 Pure Python: importing this needs nothing but the standard library.
 """
 
@@ -15,9 +16,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -26,7 +28,10 @@ _KEY = "flag"
 
 @dataclasses.dataclass(frozen=True)
 class FlagSpec:
-    """What argparse needs to know beyond the field's name, type and default."""
+    """A flag beyond its field's name, type and default: how argparse takes it, and which values it may have.
+
+    Bounds are of each item where the field is a list; None, where the field may be None, is always allowed.
+    """
 
     help: str
     choices: tuple[str, ...] | None = None
@@ -34,24 +39,62 @@ class FlagSpec:
     metavar: str | None = None
     nargs: str | None = None
     secret: bool = False
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    below: float | None = None
+    off: float | None = None
+    """A number out of the bounds that is allowed as well."""
+    url: bool = False
+
+    @property
+    def bounds(self) -> str:
+        """The numbers allowed, in words: "at least 0 and below 1"; empty where all are."""
+        if self.min is not None and self.min == self.max:
+            return f"{self.min:g}"
+        words = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
+        text = " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+        return text if self.off is None else f"{self.off:g} or {text}"
+
+    def broken_rule(self, value: Any) -> str | None:
+        """What `value` must be and is not; None when it is allowed. NaN is within no bounds."""
+        if self.choices is not None and value not in self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.url and not re.match(r"https?://[^\s/?#:]", value):
+            return "an address like http://HOST:PORT"
+        within = (
+            (self.min is None or value >= self.min)
+            and (self.max is None or value <= self.max)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+        return None if within or value == self.off else self.bounds
 
 
 def flag(
     default: Any = None,
     *,
     help: str,
-    choices: Sequence[str] | None = None,
-    aliases: Sequence[str] = (),
+    choices: tuple[str, ...] | None = None,
+    aliases: tuple[str, ...] = (),
     metavar: str | None = None,
     nargs: str | None = None,
     secret: bool = False,
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    off: float | None = None,
+    url: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     Lists take `nargs` ("*" or "+") and a list default; `aliases` are further spellings such as
-    `"--rotary-scaling-factor"`. A `secret` is part of no `repr`; see also `secrets_of`.
+    `"--rotary-scaling-factor"`. A `secret` is part of no `repr`; see also `secrets_of`. Numbers are allowed from `min`
+    to `max`, `above` and `below`, and `off`; a `url` is an http:// or https:// address.
     """
-    spec = FlagSpec(help, tuple(choices) if choices else None, tuple(aliases), metavar, nargs, secret)
+    metavar = metavar or ("URL" if url else None)
+    spec = FlagSpec(help, choices, aliases, metavar, nargs, secret, min, max, above, below, off, url)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={_KEY: spec})
     return dataclasses.field(default=default, repr=not secret, metadata={_KEY: spec})
@@ -118,6 +161,16 @@ def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
     return cls(**{f.name: namespace.__dict__[f.name] for f in dataclasses.fields(cls) if _KEY in f.metadata})  # type: ignore[arg-type]
 
 
+def mistakes_in(obj: Any) -> Iterator[str]:
+    """One line for each flag-field of `obj` whose value is not allowed, e.g. "--lr must be above 0, got -1.0"."""
+    for field in dataclasses.fields(obj):
+        if _KEY in field.metadata:
+            value = getattr(obj, field.name)
+            for each in value if isinstance(value, list) else [value]:
+                if each is not None and (rule := field.metadata[_KEY].broken_rule(each)) is not None:
+                    yield f"{option_name(field.name)} must be {rule}, got {each}"
+
+
 def to_flags(obj: Any) -> list[str]:
     """The shortest command line that rebuilds `obj` (fields that hold their default are left out)."""
     out: list[str] = []
@@ -158,8 +211,9 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
     spec: FlagSpec = field.metadata[_KEY]
     default, scalar = _default(field), _scalar_type(hint)
     text = spec.help.replace("%", "%%")
-    if default is not None and default is not False and default != []:
-        text += f" (default: {default})"
+    shown = default is not None and default is not False and default != []
+    if notes := [note for note in (f"default: {default}" * shown, spec.bounds) if note]:
+        text += f" ({'; '.join(notes)})"
     names = [option_name(field.name), *spec.aliases]
     if scalar is bool:
         action = "store_true" if default is False else argparse.BooleanOptionalAction
