@@ -19,7 +19,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def flag(
     """A dataclass field that is also a command-line flag.
 
     Lists take `nargs` ("*" or "+") and a list default; `aliases` are further spellings such as
-    `"--rotary-scaling-factor"`. A `secret` is part of no `repr`; see also `secrets_of`. Numbers are allowed from `min`
+    `"--rotary-scaling-factor"`. A `secret` is part of no `repr`; see also `secrets_in`. Numbers are allowed from `min`
     to `max`, `above` and `below`, and `off`; a `url` is an http:// or https:// address.
     """
     metavar = metavar or ("URL" if url else None)
@@ -151,14 +151,32 @@ def names_of(cls: type, *, metavar: str) -> list[str]:
     return [f.name for f in dataclasses.fields(cls) if _KEY in f.metadata and f.metadata[_KEY].metavar == metavar]
 
 
-def secrets_of(cls: type) -> list[str]:
-    """Fields whose value is neither to be printed nor stored."""
-    return [f.name for f in dataclasses.fields(cls) if _KEY in f.metadata and f.metadata[_KEY].secret]
+def is_frozen_group(cls: Any) -> bool:
+    """Whether `cls` is a frozen dataclass of flags only."""
+    frozen = dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return frozen and all(_KEY in f.metadata for f in dataclasses.fields(cls))
+
+
+def secrets_in(obj: Any) -> list[str]:
+    """Fields that were given a value which is neither to be printed nor stored."""
+    return changed(obj, [f.name for f in dataclasses.fields(obj) if _KEY in f.metadata and f.metadata[_KEY].secret])
+
+
+def public_values(obj: Any) -> dict[str, Any]:
+    """The value of each flag-field but secrets."""
+    fields = [f for f in dataclasses.fields(obj) if _KEY in f.metadata]
+    return {f.name: getattr(obj, f.name) for f in fields if not f.metadata[_KEY].secret}
 
 
 def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
-    """Build `cls` from parsed flags."""
-    return cls(**{f.name: namespace.__dict__[f.name] for f in dataclasses.fields(cls) if _KEY in f.metadata})  # type: ignore[arg-type]
+    """Build `cls` from parsed flags, and from what else a parser has put under the name of a field."""
+    given = vars(namespace)
+    return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})  # type: ignore[arg-type]
+
+
+def changed(obj: Any, names: Iterable[str]) -> list[str]:
+    """Those of the fields `names` that hold another value than their default."""
+    return [f.name for f in dataclasses.fields(obj) if f.name in names and getattr(obj, f.name) != _default(f)]
 
 
 def mistakes_in(obj: Any) -> Iterator[str]:
@@ -172,14 +190,12 @@ def mistakes_in(obj: Any) -> Iterator[str]:
 
 
 def to_flags(obj: Any) -> list[str]:
-    """The shortest command line that rebuilds `obj` (fields that hold their default are left out)."""
+    """The shortest command line that rebuilds `obj`, but for its secrets (fields that hold their default are left out).
+    """
     out: list[str] = []
-    for field in dataclasses.fields(obj):
-        if _KEY not in field.metadata:
-            continue
-        value, default, name = obj.__dict__[field.name], _default(field), option_name(field.name)
-        if value == default:
-            continue
+    values = public_values(obj)
+    for field_name in changed(obj, values):
+        value, name = values[field_name], option_name(field_name)
         if isinstance(value, bool):
             out.append(name if value else name.replace("--", "--no-", 1))
         elif isinstance(value, list):

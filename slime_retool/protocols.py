@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Protocol
 
 from slime_retool.errors import ConfigError
@@ -89,21 +90,24 @@ class ChatEngine(Protocol):
         ...
 
 
+def load_module(path: str, flag: str = "path") -> ModuleType:
+    """Import the module of the function named by `path`. Raises ConfigError, naming `flag`, when it does not exist."""
+    name = path.rpartition(".")[0]
+    if not name or name.startswith("."):
+        raise ConfigError(f"{flag} must be a dotted path such as package.module.function, got {path!r}")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{flag} {path!r}: cannot import {name!r} ({error}); is its folder on PYTHONPATH?") from error
+
+
 def load_function(path: str, flag: str = "path") -> Callable[..., Any]:
     """Import the function named by `path`.
 
     Raises ConfigError, naming `flag`, when the module or the attribute does not exist or is not callable.
     """
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name or module_name.startswith("."):
-        raise ConfigError(f"{flag} must be a dotted path such as package.module.function, got {path!r}")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{flag} {path!r}: cannot import {module_name!r} ({error}); is its folder on PYTHONPATH?"
-        ) from error
+    module, attribute = load_module(path, flag), path.rpartition(".")[2]
     function = module.__dict__.get(attribute)
     if not callable(function):
-        raise ConfigError(f"{flag} {path!r}: module {module_name!r} has no function {attribute!r}")
+        raise ConfigError(f"{flag} {path!r}: module {module.__name__!r} has no function {attribute!r}")
     return function

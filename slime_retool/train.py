@@ -14,7 +14,6 @@ says what to change), 130 interrupted.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shlex
 import signal
@@ -22,7 +21,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +29,7 @@ from tqdm import tqdm
 from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import exists, prune
-from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, UserError
@@ -45,17 +43,15 @@ PROG = "slime_retool.train"
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, validate, run. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    config = parse_config(argv)
     try:
-        resolve_device(config)
+        config = resolve(parse_config(argv))
         validate(config)
         with ServerFlagCheck(config) as check:
             if config.dry_run:
                 check.wait()
                 print(" \\\n  ".join([f"python -m {PROG}", *_flag_lines(config)]))
-                for name in flags.secrets_of(Config):
-                    if vars(config)[name] is not None:
-                        print(f"{PROG}: {flags.option_name(name)} is a secret and not printed", file=sys.stderr)
+                for name in (name for part in config.parts for name in flags.secrets_in(part)):
+                    print(f"{PROG}: {flags.option_name(name)} is a secret and not printed", file=sys.stderr)
             else:
                 run(config, check)
     except KeyboardInterrupt:
@@ -77,7 +73,7 @@ def _interrupt(signum: int, frame: Any) -> NoReturn:
 def _flag_lines(config: Config) -> list[str]:
     """The resolved configuration as flags for a shell, one option a line, without its secrets."""
     lines: list[str] = []
-    for token in flags.to_flags(replace(config, **dict.fromkeys(flags.secrets_of(Config)))):
+    for token in (token for part in config.parts for token in flags.to_flags(part)):
         if token.startswith("--"):
             lines.append(token)
         else:
@@ -101,10 +97,8 @@ def run(config: Config, check: ServerFlagCheck) -> None:
     with Cluster(config) as cluster:
         signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's start puts its own crash handler there
         with RolloutManager(config) as rollout:
-            if config.num_rollout is None:
-                assert config.num_epoch is not None and config.rollout_batch_size is not None
-                config.num_rollout = math.ceil(config.num_epoch * rollout.num_rows / config.rollout_batch_size)
-                check_schedule(config)
+            config = rollout.config  # --num-epoch has become a number of rollouts
+            check_schedule(config)
             check.wait()
             if not _resumes(config):
                 set_aside(config.output_dir)
@@ -119,7 +113,6 @@ def trackers_of(config: Config) -> list[Tracker]:
     if config.use_tensorboard:
         trackers.append(TensorBoardTracker(folder / "tensorboard"))
     if config.use_wandb:
-        secrets = flags.secrets_of(Config)
         tracker = WandbTracker(
             config.wandb_key,
             project=config.wandb_project,
@@ -127,7 +120,7 @@ def trackers_of(config: Config) -> list[Tracker]:
             name=config.wandb_name,
             mode=config.wandb_mode,
             dir=config.output_dir,
-            config={name: value for name, value in vars(config).items() if name not in secrets},
+            config=config.settings,
         )
         trackers.append(tracker)
     return trackers
@@ -176,12 +169,13 @@ class Loop:
     def _start(self) -> int:
         """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
         config, cluster = self._config, self._cluster
+        assert config.num_rollout is not None
         first = 0
         if config.num_engines and not config.colocate:
             cluster.launch_engines()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
-            first, state = cluster.start_trainers()
+            first, state = cluster.start_trainers(config.num_rollout)
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
         if config.num_engines:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -60,14 +61,18 @@ class Cluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def start_trainers(self) -> tuple[int, dict[str, Any]]:
-        """Start every trainer rank and load weights. Returns (first rollout's number, state saved with it)."""
+    def start_trainers(self, num_rollout: int) -> tuple[int, dict[str, Any]]:
+        """Start every trainer rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
+
+        Returns (first rollout's number, state saved with it).
+        """
         assert self._placement is not None
-        apart = self._config.critic_world_size > 0
+        config = replace(self._config, num_rollout=num_rollout)
+        apart = config.critic_world_size > 0
         roles = "actor" if apart else "all"
-        self._trainers = self._make_trainers(self._config, self._placement.trainers, roles)
+        self._trainers = self._make_trainers(config, self._placement.trainers, roles)
         if apart:
-            own = self._config.of_critic_apart()
+            own = config.of_critic_apart()
             self._critics = self._make_trainers(own, self._placement.critics, "critic")
         starting = []
         for group in (self._trainers, self._critics):
@@ -79,7 +84,7 @@ class Cluster:
     def _make_trainers(self, config: Config, slots: list[Slot], roles: str) -> list[Any]:
         assert len(slots) == config.world_size
         environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
-        shipped = ray.put(config.with_absolute_paths())
+        shipped = ray.put(config.for_actors())
         return [
             TrainerActor.options(**slot.options(environment)).remote(
                 shipped, rank, roles=roles, several_hosts=self._several_hosts
@@ -101,7 +106,7 @@ class Cluster:
         assert self._placement is not None and not self._starting
         if self._config.rollout_external_urls:
             return
-        config = self._config.with_absolute_paths()
+        config = self._config.for_actors()
         logger.info("starting %d SGLang engine(s), whose logs are in %s/logs", config.num_engines, config.output_dir)
         shipped = ray.put(config)
         for index, slots in enumerate(self._placement.engines):

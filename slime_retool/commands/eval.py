@@ -17,11 +17,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime_retool.config import Config, parse_config, resolve_device, validate
-from slime_retool.config.config import build_parser
+from slime_retool.config import Config, parse_config, resolve, validate
+from slime_retool.config.parse import build_parser
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import RolloutError, SlimeRetoolError, UserError
@@ -42,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Measure a checkpoint, or with --eval-endpoint-url a model behind an API, on any number of sets. "
         "Flags are those of slime_retool.train.",
     )
-    config = _as_evaluation(parse_config(argv, parser))
     try:
+        config = _as_evaluation(parse_config(argv, parser))
         validate_evaluation(config)
         if config.eval_endpoint_url is None:
-            resolve_device(config)
+            config = resolve(config)
             validate(config)
         signal.signal(signal.SIGTERM, _interrupt)
         figures = _from_endpoint(config) if config.eval_endpoint_url is not None else _from_checkpoint(config)
@@ -72,15 +73,19 @@ def _interrupt(signum: int, frame: Any) -> NoReturn:
 
 def _as_evaluation(config: Config) -> Config:
     """What an evaluation leaves open of a run, filled in so that the same checks serve."""
-    config.debug_rollout_only, config.debug_train_only = True, False
-    config.eval_interval, config.num_rollout, config.num_epoch = 1, 0, None
-    # No batch is trained on: as many as any number of ranks divides, and as an engine's cache is to hold at once.
-    config.rollout_batch_size = config.rollout_batch_size or PROMPTS_AT_ONCE * config.world_size
-    if not config.prompt_data and config.eval_sets:
-        config.prompt_data = [config.eval_sets[0][1]]
-    config.input_key = config.eval_input_key or config.input_key
-    config.label_key = config.eval_label_key or config.label_key
-    return config
+    return replace(
+        config,
+        debug_rollout_only=True,
+        debug_train_only=False,
+        eval_interval=1,
+        num_rollout=0,
+        num_epoch=None,
+        # No batch is trained on: as many as any number of ranks divides, and as an engine's cache is to hold at once.
+        rollout_batch_size=config.rollout_batch_size or PROMPTS_AT_ONCE * config.world_size,
+        prompt_data=config.prompt_data or config.eval_prompt_data[1:2],
+        input_key=config.eval_input_key or config.input_key,
+        label_key=config.eval_label_key or config.label_key,
+    )
 
 
 def _from_checkpoint(config: Config) -> dict[str, float]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 
 from slime_retool.config.config import Config
-from slime_retool.config.groups import CriticArgs
+from slime_retool.config.groups import SFT_ROLLOUT, CriticArgs
 from slime_retool.config.parallel import check_world_size
 from slime_retool.config.require import require
 
 logger = logging.getLogger(__name__)
-
-SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
 
 
 def check_algorithm(config: Config) -> None:
@@ -166,7 +163,6 @@ def _check_distillation(config: Config) -> None:
 
 
 def _check_critic(config: Config) -> None:
-    """Also fills in the critic's folders."""
     if not config.uses_critic:
         for field in dataclasses.fields(CriticArgs):
             require(
@@ -174,10 +170,6 @@ def _check_critic(config: Config) -> None:
                 f"--{field.name.replace('_', '-')} is of a critic, which only --advantage-estimator ppo has; drop it",
             )
         return
-    if config.critic_save is None and config.save is not None:
-        config.critic_save = os.path.join(config.save, "critic")
-    if config.critic_load is None and config.load is not None:
-        config.critic_load = os.path.join(config.load, "critic")
     for flag, own, actors in (
         ("--critic-save", config.critic_save, config.save),
         ("--critic-load", config.critic_load, config.load),

@@ -1,11 +1,10 @@
-"""The flat, typed configuration object and its command line."""
+"""The flat, typed, frozen configuration object."""
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from megatron_bridge import flags
@@ -15,14 +14,17 @@ from megatron_bridge.model_config import ModelArgs
 from slime_retool.config import groups
 from slime_retool.config.data_sets import DataSet, parse_data_sets
 
+H = TypeVar("H")
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(
     groups.DebugArgs,
     groups.TrackingArgs,
     groups.SglangArgs,
+    groups.SlimeArgs,
     groups.PerfArgs,
     groups.BatchArgs,
     groups.OptimizerArgs,
@@ -38,21 +40,53 @@ class Config(
     ModelArgs,
     groups.ClusterArgs,
 ):
-    """All options of a run. Hooks receive it as `args`."""
+    """All options of a run: given (`parse_config`), completed (`resolve`), checked (`validate`). Hooks' `args`."""
 
     sglang_server_flags: dict[str, list[str]] = field(default_factory=dict)
     """Flags for `sglang.launch_server` that are not declared here, e.g. {"--attention-backend": ["triton"]}."""
+    hook_args: tuple[Any, ...] = ()
+    """What the flags hold that the hooks' modules declare, one object per `HookArgs` class; read by `hook`."""
 
-    def with_absolute_paths(self) -> Config:
-        """The same for processes that start in another working folder."""
+    def hook(self, cls: type[H]) -> H:
+        """A hook's own flags: `args.hook(HookArgs).my_flag`. Defaults where no hook's path named the module, and so
+        none of its flags can have been given."""
+        for args in self.hook_args:
+            if type(args) is cls:
+                return args
+        return cls()
+
+    @property
+    def model_args(self) -> ModelArgs:
+        """The description of the model alone."""
+        return ModelArgs(**{f.name: self.__dict__[f.name] for f in fields(ModelArgs)})
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The dataclasses whose fields are this configuration's flags."""
+        return (self, *self.hook_args)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every option by name, hooks' included, without secrets."""
+        own = {"sglang_server_flags": self.sglang_server_flags}
+        return {name: value for part in self.parts for name, value in flags.public_values(part).items()} | own
+
+    @property
+    def hook_settings(self) -> dict[str, Any]:
+        """Those of them that hooks declare."""
+        return {name: value for args in self.hook_args for name, value in flags.public_values(args).items()}
+
+    def for_actors(self) -> Config:
+        """The same for trainers and engines, which start in another working folder and may not find the hooks."""
         given = {name: self.__dict__[name] for name in flags.names_of(Config, metavar="DIR")}
-        return replace(self, **{name: os.path.abspath(path) for name, path in given.items() if path is not None})
+        paths = {name: os.path.abspath(path) for name, path in given.items() if path is not None}
+        return replace(self, hook_args=(), **paths)
 
     # Derived sizes; `validate` has checked that they divide.
 
     @property
     def on_cuda(self) -> bool:
-        """`device` is resolved by `validate`; before that "auto" counts as the CPU."""
+        """`device` is settled by `resolve`; before that "auto" counts as the CPU."""
         return self.device == "cuda"
 
     @property
@@ -145,7 +179,7 @@ class Config(
     def prompt_sets(self) -> list[DataSet]:
         """The data sets of `--prompt-data`. Raises ConfigError for values that do not go together."""
         values = self.prompt_data
-        return parse_data_sets([values] if isinstance(values, str) else values)  # a hook may set a single path
+        return parse_data_sets([values] if isinstance(values, str) else values)
 
     @property
     def weight_transport(self) -> str:
@@ -181,44 +215,5 @@ class Config(
         return list(zip(self.eval_prompt_data[::2], self.eval_prompt_data[1::2], strict=True))
 
 
-class _TrainParser(flags.OneLineParser):
-    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:
-        """Like argparse's, but collects undeclared --sglang-* flags for the servers."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        server: dict[str, list[str]] = {}
-        current: list[str] | None = None
-        for token in unknown:
-            if token.startswith("--sglang-"):
-                name, equals, value = token.partition("=")
-                current = [value] if equals else []
-                server["--" + name.removeprefix("--sglang-")] = current
-            elif token.startswith("--") or current is None:
-                self.error(flags.unknown_flag_message(self, token))
-            else:
-                current.append(token)
-        parsed.sglang_server_flags = server
-        return parsed
-
-
-def build_parser(
-    prog: str = "slime_retool.train",
-    *,
-    usage: str = "python -m slime_retool.train --hf-checkpoint DIR --prompt-data FILE [--FLAG VALUE ...]",
-    description: str = "Teach a language model to reason with tools: SFT and RL on Megatron-core and SGLang.",
-) -> _TrainParser:
-    """The parser behind `python -m slime_retool.train --help`, and of the commands that take its flags."""
-    parser = _TrainParser(prog=prog, usage=usage, description=description)
-    flags.add_flags(parser, Config)
-    return parser
-
-
-def parse_config(argv: Sequence[str] | None = None, parser: _TrainParser | None = None) -> Config:
-    """Parse flags into a `Config`; exits with code 2 and one line on a mistake. Values are checked by `validate`."""
-    return config_from_namespace((parser or build_parser()).parse_args(argv))
-
-
-def config_from_namespace(parsed: argparse.Namespace) -> Config:
-    """The `Config` in what `build_parser(...).parse_args` returned."""
-    config = flags.from_namespace(Config, parsed)
-    config.sglang_server_flags = parsed.sglang_server_flags
-    return config
+HOOK_PATHS = tuple(flags.names_of(Config, metavar="MODULE.FUNCTION"))
+"""Fields that name a hook."""

@@ -13,6 +13,7 @@ from megatron_bridge.model_config import (
     required,
 )
 from slime_retool.config.config import Config
+from slime_retool.config.require import as_config_error
 from slime_retool.errors import ConfigError
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -21,17 +22,10 @@ EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 
 def check_parallel(config: Config) -> None:
     """Refuse (ConfigError) what does not divide the model or the run's training processes."""
-    for flag, value in (
-        ("--actor-num-nodes", config.actor_num_nodes),
-        ("--actor-num-gpus-per-node", config.actor_num_gpus_per_node),
-        *_sizes(config).items(),
-    ):
-        if value < 1:
-            raise ConfigError(f"{flag} must be at least 1, got {value}")
     processes = f"({config.actor_num_nodes} nodes x {config.actor_num_gpus_per_node})"
     check_world_size(config, config.world_size, f"{config.world_size} training processes {processes}")
     tp = config.tensor_model_parallel_size
-    try:
+    with as_config_error():
         check_tensor_parallel(config, tp)
         check_expert_parallel(config, config.expert_model_parallel_size, config.expert_tensor_parallel_size)
         check_pipeline(
@@ -40,8 +34,6 @@ def check_parallel(config: Config) -> None:
             first=config.decoder_first_pipeline_num_layers,
             last=config.decoder_last_pipeline_num_layers,
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if config.num_experts is not None and tp > 1 and not config.sequence_parallel:
         raise ConfigError(f"{TP} {tp} with experts needs --sequence-parallel: add it")
 

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from slime_retool.config.config import Config
 from slime_retool.errors import ConfigError
+
+
+def with_known_length(config: Config, num_rows: int) -> Config:
+    """`config` with the rollouts that --num-epoch passes over so many rows are; without --num-epoch as it is."""
+    if config.num_epoch is None:
+        return config
+    assert config.rollout_batch_size is not None
+    return replace(config, num_rollout=math.ceil(config.num_epoch * num_rows / config.rollout_batch_size))
 
 
 def schedule_steps(config: Config) -> tuple[int, int | None]:

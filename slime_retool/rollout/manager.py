@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from slime_retool.config import Config
+from slime_retool.config.schedule import with_known_length
 from slime_retool.data.rendering import load_tokenizer
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
@@ -42,12 +43,12 @@ class RolloutManager:
 
         Raises ConfigError or DataError.
         """
-        self.config = config
         if tokenizer is None and config.eval_endpoint_url is None:
             if config.hf_checkpoint is None:
                 raise ConfigError("--hf-checkpoint is required: its tokenizer renders the prompts")
             tokenizer = load_tokenizer(config.hf_checkpoint)
         self.data = PromptDataSource(config, tokenizer)
+        self.config = config = with_known_length(config, self.data.num_rows)
         self.eval_sets = load_eval_samples(config)
         self._rollout = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:

@@ -84,9 +84,10 @@ def _with(
     config: Config, card: Card, settings: Sequence[Setting], *, mean_prompt: float, mean_response: float
 ) -> Change | None:
     """The run with these settings; None where it cannot be built or does not fit."""
+    # `dataclasses.replace`, thirty times as fast: a plan of a large model tries hundreds of thousands.
     changed = copy.copy(config)
-    for name, value in itertools.chain.from_iterable(fields.items() for _, fields in settings):
-        setattr(changed, name, value)
+    for _, fields in settings:
+        vars(changed).update(fields)
     workload = Workload.of_run(changed, mean_prompt, mean_response)
     # What is quick and refuses most comes first: some runs have hundreds of thousands of candidates.
     if changed.num_engines and engine_memory(changed, card).kv_tokens < workload.longest:

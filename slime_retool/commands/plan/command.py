@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_bridge.arithmetic.cards import CARDS
-from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
+from megatron_bridge.flags import from_namespace
 from megatron_bridge.model_config import ModelArgs, check_model
 from slime_retool.commands.plan.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.commands.plan.plan import make_plan
 from slime_retool.commands.plan.report import as_dict, as_text
-from slime_retool.config.config import Config, build_parser, config_from_namespace
+from slime_retool.config import Config, resolve
+from slime_retool.config.parse import build_parser
 from slime_retool.config.require import require
-from slime_retool.config.validate import check_limits
+from slime_retool.config.validate import check_values
+from slime_retool.errors import ConfigError
 
 PROG = "slime-retool plan"
 
@@ -34,16 +36,15 @@ def main(argv: Sequence[str]) -> int:
         "--mean-response", type=int, help="mean tokens of a response (default: half of --rollout-max-response-len)"
     )
     group.add_argument("--json", action="store_true", help="print JSON instead of a page")
-    parsed = parser.parse_args(argv)
-    config = config_from_namespace(parsed)
-    card = CARDS[parsed.card]
-    mean_response = parsed.mean_response
-    if mean_response is None:
-        mean_response = max(1, config.rollout_max_response_len // 2)
     try:
+        parsed = parser.parse_args(argv)
+        config = _completed(from_namespace(Config, parsed))
+        card = CARDS[parsed.card]
+        mean_response = parsed.mean_response
+        if mean_response is None:
+            mean_response = max(1, config.rollout_max_response_len // 2)
         for flag, mean in (("--mean-prompt", parsed.mean_prompt), ("--mean-response", mean_response)):
             require(mean >= 1, f"{flag} must be at least 1, got {mean}")
-        _complete(config)
         lengths = {"mean_prompt": parsed.mean_prompt, "mean_response": mean_response}
         plan = make_plan(config, card, **lengths)
         changes = (
@@ -58,15 +59,14 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.fits else 1
 
 
-def _complete(config: Config) -> None:
-    """Fill in the model from --hf-checkpoint where no model flags were given. ValueError for what cannot be planned."""
-    config.device = "cuda"
-    given = ModelArgs(**{f.name: config.__dict__[f.name] for f in dataclasses.fields(ModelArgs)})
-    if given == ModelArgs() and config.hf_checkpoint is not None:
-        for name, value in dataclasses.asdict(model_args_from_hf(read_hf_config(config.hf_checkpoint))).items():
-            setattr(config, name, value)
-    elif given == ModelArgs():
-        raise ValueError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
-    check_model(config)
-    check_limits(config)
+def _completed(config: Config) -> Config:
+    """The run on GPUs, with its model. ValueError for what cannot be planned."""
+    check_values(config)
     require(not config.debug_rollout_only, "--debug-rollout-only trains nothing: a plan is of the run without it")
+    if config.model_args != ModelArgs():
+        config = replace(config, hf_checkpoint=None)  # it need not be on this machine
+    elif config.hf_checkpoint is None:
+        raise ConfigError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
+    config = resolve(replace(config, device="cuda"))
+    check_model(config)
+    return config

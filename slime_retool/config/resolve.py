@@ -1,0 +1,76 @@
+"""What follows from the flags, the checkpoint and this host, written into a new configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_bridge.hf_config import HfConfig, model_args_from_hf, read_hf_config
+from megatron_bridge.model_config import ModelArgs
+from slime_retool.config.config import Config
+from slime_retool.config.groups import RL_ROLLOUT, SFT_ROLLOUT
+from slime_retool.config.require import as_config_error, require_folder
+
+
+def resolve(config: Config) -> Config:
+    """`config` with nothing left open: the device, the model where none was described, the critic's folders, and what
+    --loss-type sft_loss implies. A resolved one stays as it is.
+
+    Raises ConfigError where --hf-checkpoint holds no model that can be read.
+    """
+    settled = _device(config) | _model(config) | _critic_folders(config) | _sft(config)
+    return replace(config, **settled)
+
+
+def read_checkpoint(folder: str) -> HfConfig:
+    """config.json of --hf-checkpoint. Raises ConfigError when there is none."""
+    require_folder(folder, "--hf-checkpoint", "config.json")
+    with as_config_error():
+        return read_hf_config(folder)
+
+
+def _device(config: Config) -> dict[str, Any]:
+    """Of `--device auto`: cuda when this host shows an NVIDIA device and does not hide it, else cpu.
+
+    `CUDA_VISIBLE_DEVICES` hides all where it is empty or begins with -1.
+    """
+    if config.device != "auto":
+        return {}
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
+    present = any(Path("/dev").glob("nvidia[0-9]*"))
+    return {"device": "cuda" if present and not hidden else "cpu"}
+
+
+def _model(config: Config) -> dict[str, Any]:
+    """Flags of the model, from config.json: all of them where none was given, else its longest context."""
+    if config.hf_checkpoint is None:
+        return {}
+    hf = read_checkpoint(config.hf_checkpoint)
+    if config.model_args == ModelArgs():
+        with as_config_error():
+            return asdict(model_args_from_hf(hf))
+    if config.max_position_embeddings is None:
+        return {"max_position_embeddings": hf.get("max_position_embeddings")}
+    return {}
+
+
+def _critic_folders(config: Config) -> dict[str, Any]:
+    """A critic's checkpoints lie in the actor's folders unless they have their own."""
+    if not config.uses_critic:
+        return {}
+    folders = {"critic_save": (config.critic_save, config.save), "critic_load": (config.critic_load, config.load)}
+    return {
+        name: os.path.join(actors, "critic")
+        for name, (own, actors) in folders.items()
+        if own is None and actors is not None
+    }
+
+
+def _sft(config: Config) -> dict[str, Any]:
+    """SFT reads conversations and starts no engine."""
+    if config.loss_type != "sft_loss" or config.debug_rollout_only:
+        return {}
+    path = SFT_ROLLOUT if config.rollout_function_path == RL_ROLLOUT else config.rollout_function_path
+    return {"debug_train_only": True, "rollout_function_path": path}
