@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,8 @@ def flags_of(name: str) -> list[str]:
 
 def config_of(name: str, **fields: object) -> Config:
     model = source(name, ROOT)
-    config = Config(**{**model.__dict__, "rollout_batch_size": 32, "n_samples_per_prompt": 8, "device": "cuda"})
-    for field, value in fields.items():
-        setattr(config, field, value)
-    return config
+    batch = {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "device": "cuda"}
+    return Config(**{**model.__dict__, **batch, **fields})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -196,7 +195,7 @@ def test_trainer_and_engine_on_the_same_gpus_take_turns():
     assert turns.moments["generating"] == turns.engine.total + turns.trainer.runtime
     assert turns.moments["training"] == turns.trainer.total + turns.engine.runtime
     assert turns.host == host_memory(config, turns.trainer) == turns.trainer.weights + turns.trainer.optimizer
-    config.offload_train = config.offload_rollout = False
+    config = replace(config, offload_train=False, offload_rollout=False)
     together = make_plan(config, CARDS["h100"], mean_prompt=100, mean_response=500)
     assert together.resident >= together.trainer.total + together.engine.total > turns.resident
     assert not together.fits and together.host == 0

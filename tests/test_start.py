@@ -55,8 +55,8 @@ class Start:
 class Part:
     """Stands for `Cluster` and `RolloutManager`."""
 
-    def __init__(self, name: str, start: Start) -> None:
-        self.name, self.start, self.num_rows = name, start, 1
+    def __init__(self, name: str, start: Start, config: object = None) -> None:
+        self.name, self.start, self.config = name, start, config
 
     def __enter__(self) -> Part:
         self.start.events.append(f"{self.name} starts")
@@ -91,7 +91,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(flag_check, "PARSE_TIMEOUT", 30.0)
     monkeypatch.setattr(cluster, "Cluster", lambda config: Part("Ray", start))
     for module in (manager, evaluation):
-        monkeypatch.setattr(module, "RolloutManager", lambda config: Part("rollout", start))
+        monkeypatch.setattr(module, "RolloutManager", lambda config: Part("rollout", start, config))
     monkeypatch.setattr(train, "Loop", lambda *_: Part("loop", start))
     handler = signal.getsignal(signal.SIGTERM)
     yield start
@@ -104,10 +104,12 @@ def run(
 ) -> int:
     """Exit code of a run whose flags SGLang answers with `status`."""
     folder = start.go.parent
-    config = engine_config(folder, folder, num_rollout=1, eval_prompt_data=["set", "set.jsonl"], **values)
-    config.sglang_server_flags = {"--answer": [str(start.go), str(status)]}
+    answer = {"--answer": [str(start.go), str(status)]}
+    sets = ["set", "set.jsonl"]
+    config = engine_config(folder, folder, num_rollout=1, eval_prompt_data=sets, sglang_server_flags=answer, **values)
     for module in (train, evaluation):
         monkeypatch.setattr(module, "parse_config", lambda *_: config)
+        monkeypatch.setattr(module, "resolve", lambda config: config)
         monkeypatch.setattr(module, "validate", lambda _: None)
     monkeypatch.setattr(evaluation, "validate_evaluation", lambda _: None)
     return main([])

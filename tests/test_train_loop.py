@@ -38,7 +38,7 @@ class Parts:
         self.generate(rollout_id)
         return {}
 
-    def start_trainers(self) -> tuple[int, dict[str, Any]]:
+    def start_trainers(self, num_rollout: int) -> tuple[int, dict[str, Any]]:
         return self.first, {}
 
     def start_engines(self) -> list[str]:
@@ -65,11 +65,8 @@ MODEL = {
 
 def loop(tmp_path: Path, parts: Parts, **values: Any) -> Loop:
     folders = {"save": str(tmp_path / "new"), "load": str(tmp_path / "old"), "save_hf": str(tmp_path / "hf")}
-    config = Config(
-        hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, num_rollout=2, **MODEL, **folders
-    )  # fmt: skip
-    for name, value in values.items():
-        setattr(config, name, value)
+    defaults = {"hf_checkpoint": "model", "output_dir": str(tmp_path), "no_progress": True, "num_rollout": 2}
+    config = Config(**{**defaults, **MODEL, **folders, **values})
     return Loop(config, parts, parts, Metrics(trackers_of(config)))
 
 

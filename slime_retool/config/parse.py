@@ -10,14 +10,15 @@ The module of a hook may declare flags of its own, as a frozen dataclass that it
     async def reward_func(args, sample, **kwargs):
         return args.hook(HookArgs).bonus + ...
 
-`--custom-rm-path my_task.reward_func --bonus 1` sets it; --help, --dry-run and the bounds are as for other flags.
+`--custom-rm-path my_task.reward_func --bonus 1` sets it; --help, --dry-run and bounds are as for the product's flags.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from types import ModuleType
 
 from megatron_bridge import flags
 from slime_retool.config.config import HOOK_PATHS, Config
@@ -26,19 +27,20 @@ from slime_retool.protocols import load_module
 
 
 class TrainParser(flags.OneLineParser):
-    """Takes the flags of `Config`; those of hooks are added when the arguments that name the hooks are known."""
+    """Takes the flags of `Config`, and those of the hooks that the arguments name. For one command line."""
 
     def __init__(self, prog: str, usage: str, description: str) -> None:
         super().__init__(prog=prog, usage=usage, description=description)
         flags.add_flags(self, Config)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:
-        """Like argparse's, for one command line: also collects undeclared --sglang-* flags for the servers.
+        """Like argparse's, but collects undeclared --sglang-* flags for the servers.
 
-        Raises ConfigError for a hook that cannot be imported, and for flags of hooks that cannot be added.
+        Raises ConfigError for a hook's flags that cannot be added. A hook that cannot be imported adds none.
         """
         args = sys.argv[1:] if args is None else args
-        modules, classes = self._hooks(args)
+        modules, missing = self._hook_modules(args)
+        classes = dict.fromkeys(module.__dict__["HookArgs"] for module in modules if "HookArgs" in module.__dict__)
         for cls in classes:
             self._add_hook(cls)
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -50,21 +52,31 @@ class TrainParser(flags.OneLineParser):
                 name, equals, value = token.partition("=")
                 current = [value] if equals else []
                 server["--" + name.removeprefix("--sglang-")] = current
-            elif token.startswith("--") or current is None:
-                self.error(flags.unknown_flag_message(self, token) + _hint_at_hooks(token, modules))
+            elif token.startswith("--"):
+                names = ", ".join(module.__name__ for module in modules)
+                hooks = f"no HookArgs of {names} declares it" if names else "a hook's own flags need the hook's path"
+                self.error("; ".join([flags.unknown_flag_message(self, token), *(missing or [hooks])]))
+            elif current is None:
+                self.error(flags.unknown_flag_message(self, token))
             else:
                 current.append(token)
         return parsed
 
-    def _hooks(self, args: Sequence[str]) -> tuple[list[str], list[type]]:
-        """The modules that the hooks' paths in `args` name, and the `HookArgs` in them."""
+    def _hook_modules(self, args: Sequence[str]) -> tuple[list[ModuleType], list[str]]:
+        """The modules that the hooks' paths in `args` name; for those that cannot be imported, why not."""
         parser = flags.OneLineParser(prog=self.prog, add_help=False)
         for name in HOOK_PATHS:
             parser.add_argument(flags.option_name(name), dest=name)
-        given = [(name, path) for name, path in vars(parser.parse_known_args(args)[0]).items() if path is not None]
-        modules = {load_module(path, flags.option_name(name)): None for name, path in given}
-        found = {module.__dict__["HookArgs"]: None for module in modules if "HookArgs" in module.__dict__}
-        return [module.__name__ for module in modules], list(found)
+        given, _ = parser.parse_known_args(args)
+        modules: list[ModuleType] = []
+        missing: list[str] = []
+        for name, path in vars(given).items():
+            if path is not None:
+                try:
+                    modules.append(load_module(path, flags.option_name(name)))
+                except ConfigError as error:
+                    missing.append(str(error))
+        return list(dict.fromkeys(modules)), missing
 
     def _add_hook(self, cls: type) -> None:
         name = f"{cls.__module__}.{cls.__qualname__}"
@@ -74,13 +86,6 @@ class TrainParser(flags.OneLineParser):
             flags.add_flags(self, cls)
         except argparse.ArgumentError as error:
             raise ConfigError(f"{name}: {error}; give its field another name") from None
-
-
-def _hint_at_hooks(token: str, modules: Iterable[str]) -> str:
-    if not token.startswith("--"):
-        return ""
-    hooks = ", ".join(modules)
-    return f"; no hook declares it (HookArgs of {hooks})" if hooks else "; a hook's own flags need the hook's path"
 
 
 def build_parser(
@@ -96,6 +101,6 @@ def build_parser(
 def parse_config(argv: Sequence[str] | None = None, parser: TrainParser | None = None) -> Config:
     """Parse flags into a `Config`; exits with code 2 and one line on a mistake. Values are checked by `validate`.
 
-    Raises ConfigError for hooks' modules that cannot be used.
+    Raises ConfigError for a hook's flags that cannot be added.
     """
     return flags.from_namespace(Config, (parser or build_parser()).parse_args(argv))
