@@ -153,7 +153,7 @@ def names_of(cls: type, *, metavar: str) -> list[str]:
 
 def is_frozen_group(cls: Any) -> bool:
     """Whether `cls` is a frozen dataclass of flags only."""
-    frozen = dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    frozen = dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[union-attr]
     return frozen and all(_KEY in f.metadata for f in dataclasses.fields(cls))
 
 
@@ -228,7 +228,8 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
     default, scalar = _default(field), _scalar_type(hint)
     text = spec.help.replace("%", "%%")
     shown = default is not None and default is not False and default != []
-    if notes := [note for note in (f"default: {default}" * shown, spec.bounds) if note]:
+    bounds = "" if spec.bounds == "at least 1" else spec.bounds  # goes without saying where something is counted
+    if notes := [note for note in (f"default: {default}" * shown, bounds) if note]:
         text += f" ({'; '.join(notes)})"
     names = [option_name(field.name), *spec.aliases]
     if scalar is bool:

@@ -55,13 +55,13 @@ def test_every_item_of_a_list_is_looked_at():
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("turns", "--turns INT Turns. (default: 1; at least 1)"),
+        ("turns", "--turns INT Turns. (default: 1)"),
         ("lr", "--lr FLOAT Learning rate. (above 0)"),
         ("beta", "--beta FLOAT Beta. (default: 0.9; at least 0 and below 1)"),
         ("servers", "--servers [URL ...] Servers."),
     ],
 )
-def test_help_shows_the_bounds(name: str, shown: str):
+def test_help_shows_bounds_but_for_those_of_a_count(name: str, shown: str):
     parser: Any = argparse.ArgumentParser()
     add_flags(parser, Options)
     assert shown in " ".join(parser.format_help().split())

@@ -19,7 +19,7 @@ from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace
 from megatron_bridge.model_config import ModelArgs  # noqa: E402
 
 
-@dataclass
+@dataclass(frozen=True)
 class ConvertArgs(ModelArgs):
     """Conversion."""
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace  # noqa: E402
 
 
-@dataclass
+@dataclass(frozen=True)
 class ConvertArgs:
     """Conversion."""
 

@@ -33,17 +33,17 @@ class TrainParser(flags.OneLineParser):
         super().__init__(prog=prog, usage=usage, description=description)
         flags.add_flags(self, Config)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:
-        """Like argparse's, but collects undeclared --sglang-* flags for the servers.
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """The fields of `Config`, and what was added to the parser beside them.
 
         Raises ConfigError for a hook's flags that cannot be added. A hook that cannot be imported adds none.
         """
-        args = sys.argv[1:] if args is None else args
+        args = sys.argv[1:] if argv is None else argv
         modules, missing = self._hook_modules(args)
         classes = dict.fromkeys(module.__dict__["HookArgs"] for module in modules if "HookArgs" in module.__dict__)
         for cls in classes:
             self._add_hook(cls)
-        parsed, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args)
         parsed.hook_args = tuple(flags.from_namespace(cls, parsed) for cls in classes)
         parsed.sglang_server_flags = server = {}
         current: list[str] | None = None
@@ -103,4 +103,4 @@ def parse_config(argv: Sequence[str] | None = None, parser: TrainParser | None =
 
     Raises ConfigError for a hook's flags that cannot be added.
     """
-    return flags.from_namespace(Config, (parser or build_parser()).parse_args(argv))
+    return flags.from_namespace(Config, (parser or build_parser()).parse(argv))

@@ -12,6 +12,7 @@ from megatron_bridge.model_config import ModelArgs
 from slime_retool.config.config import Config
 from slime_retool.config.groups import RL_ROLLOUT, SFT_ROLLOUT
 from slime_retool.config.require import as_config_error, require_folder
+from slime_retool.errors import ConfigError
 
 
 def resolve(config: Config) -> Config:
@@ -24,11 +25,13 @@ def resolve(config: Config) -> Config:
     return replace(config, **settled)
 
 
-def read_checkpoint(folder: str) -> HfConfig:
+def read_checkpoint(config: Config) -> HfConfig:
     """config.json of --hf-checkpoint. Raises ConfigError when there is none."""
-    require_folder(folder, "--hf-checkpoint", "config.json")
+    if config.hf_checkpoint is None:
+        raise ConfigError("--hf-checkpoint is required: a Hugging Face checkpoint folder")
+    require_folder(config.hf_checkpoint, "--hf-checkpoint", "config.json")
     with as_config_error():
-        return read_hf_config(folder)
+        return read_hf_config(config.hf_checkpoint)
 
 
 def _device(config: Config) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def _model(config: Config) -> dict[str, Any]:
     """Flags of the model, from config.json: all of them where none was given, else its longest context."""
     if config.hf_checkpoint is None:
         return {}
-    hf = read_checkpoint(config.hf_checkpoint)
+    hf = read_checkpoint(config)
     if config.model_args == ModelArgs():
         with as_config_error():
             return asdict(model_args_from_hf(hf))

@@ -42,10 +42,8 @@ def validate(config: Config) -> None:
         ConfigError: at the first rule that is broken.
     """
     check_values(config)
-    require(config.hf_checkpoint is not None, "--hf-checkpoint is required: a Hugging Face checkpoint folder")
-    hf = read_checkpoint(config.hf_checkpoint)
     with as_config_error():
-        check_against_hf(config, hf)
+        check_against_hf(config, read_checkpoint(config))
     check_parallel(config)
     _check_data(config)
     require(
@@ -101,7 +99,8 @@ def _check_data(config: Config) -> None:
 
 def check_batches(config: Config) -> None:
     """Sizes of rollouts, steps and micro-batches that fit each other. ConfigError at the first rule that is broken."""
-    require(config.rollout_batch_size is not None, "--rollout-batch-size is required: prompts per rollout")
+    if config.rollout_batch_size is None:
+        raise ConfigError("--rollout-batch-size is required: prompts per rollout")
     _check_step(config)
     if config.use_dynamic_batch_size:
         require(config.max_tokens_per_gpu is not None, "--use-dynamic-batch-size needs --max-tokens-per-gpu")

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     )
     group.add_argument("--json", action="store_true", help="print JSON instead of a page")
     try:
-        parsed = parser.parse_args(argv)
+        parsed = parser.parse(argv)
         config = _completed(from_namespace(Config, parsed))
         card = CARDS[parsed.card]
         mean_response = parsed.mean_response
