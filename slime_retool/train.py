@@ -30,7 +30,6 @@ from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import exists, prune
 from slime_retool.config import Config, parse_config, resolve, validate
-from slime_retool.config.schedule import check_schedule
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, UserError
 from slime_retool.metrics import JsonlTracker, Metrics, Phases, TensorBoardTracker, Tracker, WandbTracker, host_bytes
@@ -97,8 +96,7 @@ def run(config: Config, check: ServerFlagCheck) -> None:
     with Cluster(config) as cluster:
         signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's start puts its own crash handler there
         with RolloutManager(config) as rollout:
-            config = rollout.config  # --num-epoch has become a number of rollouts
-            check_schedule(config)
+            config = rollout.config  # its data say how many rollouts --num-epoch makes
             check.wait()
             if not _resumes(config):
                 set_aside(config.output_dir)
@@ -172,18 +170,18 @@ class Loop:
         assert config.num_rollout is not None
         first = 0
         if config.num_engines and not config.colocate:
-            cluster.launch_engines()
+            cluster.engines.launch()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
-            first, state = cluster.start_trainers(config.num_rollout)
+            first, state = cluster.trainers.start(config.num_rollout)
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
         if config.num_engines:
-            urls = cluster.start_engines()
-            self._engine_memory = cluster.engine_memory()
-            self._rollout.connect(cluster.start_router(urls))
+            urls = cluster.engines.start()
+            self._engine_memory = cluster.engines.memory()
+            self._rollout.connect(cluster.engines.start_router(urls))
             if not config.debug_rollout_only:
-                cluster.connect_engines(urls)
+                cluster.trainers.connect_engines(urls)
                 cluster.begin_training()
                 self._hand_over(Phases())
         return first
@@ -195,13 +193,13 @@ class Loop:
         with phases("generate"):
             with self._blaming_engines():
                 batch = self._rollout.generate(rollout_id)
-        cluster.check()
+        cluster.engines.check()
         figures = dict(batch.metrics)
         last = rollout_id + 1 == config.num_rollout
         if not config.debug_rollout_only:
             with phases("offload"):
                 cluster.begin_training()
-            figures |= cluster.train(batch, rollout_id)
+            figures |= cluster.trainers.train(batch, rollout_id)
         # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
         self._metrics.log(rollout_id, figures)
         timing: dict[str, float] = {}
@@ -231,9 +229,9 @@ class Loop:
         """Write a checkpoint, and delete old ones once those of actor and critic are complete: one goes on with the
         other. Returns the seconds it took."""
         config, begin = self._config, time.monotonic()
-        self._cluster.save(rollout_id, {"data": self._rollout.state_dict()})
-        for folder in (config.save, config.critic_save if config.uses_critic else None):
-            if folder is not None and config.save_keep is not None:
+        self._cluster.trainers.save(rollout_id, {"data": self._rollout.state_dict()})
+        if config.save_keep is not None:
+            for folder in config.save_folders.values():
                 prune(folder, config.save_keep)
         return time.monotonic() - begin
 
@@ -262,7 +260,7 @@ class Loop:
     def _hand_over(self, phases: Phases) -> int:
         """The trainer's weights into the engines, and the devices with them. Returns the weight version."""
         cluster = self._cluster
-        cluster.check()
+        cluster.engines.check()
         with phases("offload"):
             cluster.begin_update()
         with phases("sync"):
@@ -277,7 +275,7 @@ class Loop:
         try:
             yield
         except SlimeRetoolError:
-            self._cluster.check()
+            self._cluster.engines.check()
             raise
 
     @staticmethod
@@ -300,7 +298,7 @@ class Loop:
 
         figures: dict[str, float] = {}
         for name, samples in self._rollout.held_out().items():
-            figures |= held_out_figures(name, samples, self._cluster.log_probs(samples))
+            figures |= held_out_figures(name, samples, self._cluster.trainers.log_probs(samples))
         return figures
 
     def _export(self, source: str) -> None:

@@ -12,6 +12,7 @@ import ray
 
 from slime_retool.cluster.cluster import Cluster
 from slime_retool.cluster.connection import connect
+from slime_retool.cluster.engines import Engines
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.process import answers, held_ports
@@ -52,7 +53,7 @@ def test_a_private_ray_that_starts_too_slowly_is_started_again_and_other_errors_
 def known(monkeypatch: pytest.MonkeyPatch, workers: int, **values: object) -> list[str]:
     monkeypatch.setattr(EngineAdmin, "tensor_parallel_size", lambda self: workers)
     config = Config(device="cuda", rollout_external_urls=["http://10.0.0.2:1/", "http://10.0.0.3:1"], **values)
-    return Cluster(config)._know_external()
+    return Engines(config).start()
 
 
 def test_external_engines_have_the_size_that_ranks_are_counted_by(monkeypatch) -> None:
@@ -66,7 +67,7 @@ def test_an_external_engine_that_does_not_answer_is_an_error() -> None:
     with held_ports(1) as (port,):
         url = f"http://127.0.0.1:{port}"
         with pytest.raises(ConfigError, match=f"--rollout-external-urls: no SGLang server answers there: {url}"):
-            Cluster(Config(device="cpu", rollout_external_urls=[url]))._know_external()
+            Engines(Config(device="cpu", rollout_external_urls=[url])).start()
 
 
 @contextmanager
@@ -83,6 +84,9 @@ def server_that_says(reply: bytes) -> Iterator[str]:
                 with connection:
                     connection.recv(65536)
                     connection.sendall(reply)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):  # closing on unread input would reset the connection
+                        pass
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -106,7 +110,7 @@ OTHER_SERVERS = {
 def test_an_address_where_something_else_answers_is_an_error(name: str) -> None:
     with server_that_says(OTHER_SERVERS[name]) as url:
         with pytest.raises(ConfigError, match=f"--rollout-external-urls: no SGLang server answers there: {url}"):
-            Cluster(Config(device="cpu", rollout_external_urls=[url]))._know_external()
+            Engines(Config(device="cpu", rollout_external_urls=[url])).start()
 
 
 def test_what_a_server_does_not_say_is_not_made_up_and_raises_what_is_documented() -> None:

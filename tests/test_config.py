@@ -18,7 +18,7 @@ from megatron_bridge import flags
 from slime_retool.cli import main as slime_retool
 from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.groups import RolloutArgs
-from slime_retool.config.schedule import check_schedule, with_known_length
+from slime_retool.config.schedule import with_num_rollout
 from slime_retool.errors import ConfigError
 from slime_retool.train import _flag_lines
 
@@ -402,14 +402,9 @@ def test_a_schedule_over_epochs_is_checked_once_their_length_is_known(run_args):
     args = {**run_args, "--num-epoch": "3", "--lr-decay-style": "cosine", "--lr-warmup-iters": "9"}
     del args["--num-rollout"]
     config = checked(args)
-    check_schedule(config)
-    for rows, rollouts in ((13, 10), (12, 9)):  # 3 epochs, 4 rows a rollout
-        known = with_known_length(config, rows)
-        assert known.num_rollout == rollouts
-        if rollouts == 10:
-            check_schedule(known)
+    assert with_num_rollout(config, 13).num_rollout == 10  # 3 epochs, 4 rows a rollout
     with pytest.raises(ConfigError, match="schedule of 9"):
-        check_schedule(known)
+        with_num_rollout(config, 12)
 
 
 def test_sampling_from_a_cut_distribution_is_warned_about(run_args, caplog):

@@ -48,33 +48,33 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
     with pretend_hosts(Host(), Host(address="127.0.0.2")) as (address, _):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with Cluster(config) as cluster:
-            assert cluster.start_trainers(2) == (0, {})
-            urls = cluster.start_engines()
+            assert cluster.trainers.start(2) == (0, {})
+            urls = cluster.engines.start()
             assert urlsplit(urls[1]).hostname == "127.0.0.2"
             assert urlsplit(urls[0]).hostname not in ("127.0.0.1", "127.0.0.2")
             manager = RolloutManager(config)
             try:
-                manager.connect(cluster.start_router(urls))
-                cluster.connect_engines(urls)
+                manager.connect(cluster.engines.start_router(urls))
+                cluster.trainers.connect_engines(urls)
                 assert cluster.update_weights() == 1
                 engines = [EngineAdmin(url) for url in urls]
-                start = cluster.weight_checksums()
-                assert cluster.engine_checksums() == [start, start]
-                before = cluster.train(manager.generate(0), 0)
+                start = cluster.trainers.weight_checksums()
+                assert cluster.engines.weight_checksums() == [start, start]
+                before = cluster.trainers.train(manager.generate(0), 0)
                 assert before["train/logprob_abs_diff"] < 1e-4
                 assert before["train/grad_norm"] > 0
                 assert cluster.update_weights() == 2
-                now = cluster.weight_checksums()
-                assert cluster.engine_checksums() == [now, now] and now != start
+                now = cluster.trainers.weight_checksums()
+                assert cluster.engines.weight_checksums() == [now, now] and now != start
                 assert [engine.weight_version() for engine in engines] == ["2", "2"]
                 batch = manager.generate(1)
                 assert batch.metrics["rollout/weight_version_min"] == 2
                 shares = [served(tmp_path, rank) for rank in (0, 1)]
                 assert sum(shares) == 32 and min(shares) >= 8
-                assert cluster.train(batch, 1)["train/logprob_abs_diff"] < 1e-4
+                assert cluster.trainers.train(batch, 1)["train/logprob_abs_diff"] < 1e-4
                 with pytest.raises(WeightUpdateError, match="update 2 engine 0 holds other values .* of 24 tensors"):
-                    cluster._compare_weights(2)  # the trainer has moved on
-                cluster.check()
+                    cluster.compare_weights(2)  # the trainer has moved on
+                cluster.engines.check()
                 end_server(urls[1])
                 try:
                     assert manager.generate(2).metrics["rollout/failed_engine"] > 0
@@ -82,7 +82,7 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
                     assert "the last error: engine:" in str(error)
                 with pytest.raises(ServerError, match="SGLang engine 1 has died"):
                     for _ in range(200):  # its supervisor ends what it left behind first
-                        cluster.check()
+                        cluster.engines.check()
                         time.sleep(0.1)
             finally:
                 manager.close()
@@ -129,12 +129,12 @@ def test_a_critic_with_processes_of_its_own_trains_beside_the_actor_and_resumes(
         config = resolve(config)
         validate(config)
         with Cluster(config) as cluster:
-            first, extra = cluster.start_trainers(2)
+            first, extra = cluster.trainers.start(2)
             assert extra == ({"seen": first} if first else {})
-            figures = [cluster.train(RolloutBatch(samples), first + i) for i in range(2 - first)]
-            log_probs = cluster.log_probs(samples)
+            figures = [cluster.trainers.train(RolloutBatch(samples), first + i) for i in range(2 - first)]
+            log_probs = cluster.trainers.log_probs(samples)
             assert len(log_probs) == 16 * 12 and all((value < 0) == (i % 12 >= 4) for i, value in enumerate(log_probs))
-            cluster.save(first, {"seen": first + 1})
+            cluster.trainers.save(first, {"seen": first + 1})
         return figures
 
     apart = run()

@@ -73,26 +73,26 @@ def seen_by_processes(slots: list[Slot]) -> list[tuple[str, str | None, str]]:
 def test_colocated_engines_have_the_gpus_of_their_ranks(hosts: Hosts) -> None:
     for gpus, per_engine in ((1, 1), (2, 1), (4, 2)):  # with four: engines of two workers
         with placed(colocate=True, actor_num_gpus_per_node=gpus, rollout_num_gpus_per_engine=per_engine) as placement:
-            assert len(set(where(placement.trainers))) == gpus
-            assert len({slot.node for slot in placement.trainers}) == 1
+            assert len(set(where(placement.trainers[0]))) == gpus
+            assert len({slot.node for slot in placement.trainers[0]}) == 1
             assert [len(engine) for engine in placement.engines] == [per_engine] * (gpus // per_engine)
-            assert where(sum(placement.engines, [])) == where(placement.trainers)
-            assert placement.critics == []
+            assert where(sum(placement.engines, [])) == where(placement.trainers[0])
+            assert len(placement.trainers) == 1
 
 
 def test_engines_of_their_own_have_other_gpus_and_stay_on_one_host_each(hosts: Hosts) -> None:
     with placed(actor_num_gpus_per_node=2, rollout_num_gpus=8, rollout_num_gpus_per_engine=2) as placement:
-        everything = where(placement.trainers) + where(sum(placement.engines, []))
+        everything = where(placement.trainers[0]) + where(sum(placement.engines, []))
         assert len(everything) == len(set(everything)) == 10
         assert len(placement.engines) == 4
         assert all(len({slot.node for slot in engine}) == 1 for engine in placement.engines)
-        assert len({slot.node for slot in placement.trainers}) == 1
+        assert len({slot.node for slot in placement.trainers[0]}) == 1
         assert placement.several_hosts
 
 
 def test_processes_run_on_the_host_of_their_slot_and_see_its_device_alone(hosts: Hosts) -> None:
     with placed(actor_num_nodes=3, actor_num_gpus_per_node=2, debug_train_only=True) as placement:
-        slots = placement.trainers
+        slots = placement.trainers[0]
         seen = seen_by_processes(slots)
         assert [(node, gpu) for node, gpu, _ in seen] == where(slots)
         assert Counter(slot.node for slot in slots) == {hosts.driver: 2, hosts.second: 2, hosts.small: 2}
@@ -108,10 +108,10 @@ def test_each_training_host_gets_as_many_ranks_as_its_flag_says(hosts: Hosts) ->
     """Four GPUs would fit on one host; consecutive ranks (a tensor-parallel group) share theirs."""
     for per_node in (1, 2, 4):
         with placed(actor_num_nodes=2, actor_num_gpus_per_node=per_node, colocate=True) as placement:
-            nodes = [slot.node for slot in placement.trainers]
+            nodes = [slot.node for slot in placement.trainers[0]]
             assert len(set(nodes)) == 2
             assert all(len(set(nodes[i : i + per_node])) == 1 for i in (0, per_node))
-            numbers = [int(slot.gpu) for slot in placement.trainers if slot.gpu and slot.gpu.isdigit()]
+            numbers = [int(slot.gpu) for slot in placement.trainers[0] if slot.gpu and slot.gpu.isdigit()]
             firsts = numbers[:per_node]
             assert firsts == sorted(firsts)
 
@@ -119,8 +119,8 @@ def test_each_training_host_gets_as_many_ranks_as_its_flag_says(hosts: Hosts) ->
 def test_a_critic_has_gpus_of_its_own(hosts: Hosts) -> None:
     critic = {"advantage_estimator": "ppo", "critic_num_nodes": 2, "critic_num_gpus_per_node": 2}
     with placed(actor_num_gpus_per_node=4, colocate=True, **critic) as placement:
-        assert len({slot.node for slot in placement.critics}) == 2
-        assert len(set(where(placement.critics) + where(placement.trainers))) == 8
+        assert len({slot.node for slot in placement.trainers[1]}) == 2
+        assert len(set(where(placement.trainers[1]) + where(placement.trainers[0]))) == 8
 
 
 def test_an_evaluation_reserves_no_gpus_for_training(hosts: Hosts) -> None:
@@ -133,7 +133,7 @@ def test_an_evaluation_reserves_no_gpus_for_training(hosts: Hosts) -> None:
     [
         (
             {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 4},
-            "needs 12 GPUs (4 for training, 8 for engines, 0 for the critic) but the cluster has 10",
+            "needs 12 GPUs (4 for the actor, 8 for engines) but the cluster has 10",
         ),
         (
             {"actor_num_gpus_per_node": 8, "colocate": True},
@@ -170,11 +170,11 @@ def test_gpus_that_others_hold_are_an_error_and_nothing_stays_reserved(hosts: Ho
 def test_on_the_cpu_ranks_and_engines_go_to_the_hosts_in_turn(hosts: Hosts) -> None:
     values = {"device": "cpu", "actor_num_nodes": 2, "actor_num_gpus_per_node": 2}
     with placed(**values, rollout_num_gpus=2) as placement:
-        nodes = [slot.node for slot in placement.trainers]
+        nodes = [slot.node for slot in placement.trainers[0]]
         assert nodes == [hosts.driver] * 2 + [nodes[2]] * 2 and nodes[2] != hosts.driver
         assert [[slot.node for slot in engine] for engine in placement.engines] == [[hosts.driver], [nodes[2]]]
         assert placement.several_hosts
-        assert [node for node, _, _ in seen_by_processes(placement.trainers)] == nodes
+        assert [node for node, _, _ in seen_by_processes(placement.trainers[0])] == nodes
     with placed(**values, colocate=True) as placement:
         assert [engine[0].node for engine in placement.engines] == nodes
     with placed(device="cpu") as placement:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang_utils import engine_config, processes_with
@@ -68,14 +69,13 @@ class Part:
     def __exit__(self, *_: object) -> None:
         self.start.events.append(f"{self.name} ends")
 
-    def start_engines(self) -> list[str]:
+    @property
+    def engines(self) -> SimpleNamespace:
+        return SimpleNamespace(start=self.run, start_router=lambda urls: "")
+
+    def run(self) -> list[str]:
         self.start.events.append("trainers and engines")
         return []
-
-    run = start_engines
-
-    def start_router(self, urls: list[str]) -> str:
-        return ""
 
     def connect(self, url: str) -> None: ...
 

@@ -38,11 +38,20 @@ class Parts:
         self.generate(rollout_id)
         return {}
 
-    def start_trainers(self, num_rollout: int) -> tuple[int, dict[str, Any]]:
-        return self.first, {}
+    @property
+    def trainers(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            start=lambda num_rollout: (self.first, {}),
+            train=lambda batch, rollout_id: self.train(batch, rollout_id),
+            save=lambda rollout_id, extra: self.save(rollout_id, extra),
+            connect_engines=self.nothing,
+        )
 
-    def start_engines(self) -> list[str]:
-        return []
+    @property
+    def engines(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            launch=self.nothing, start=list, start_router=self.nothing, memory=dict, check=self.check
+        )
 
     def update_weights(self) -> int:
         return 1
@@ -53,8 +62,7 @@ class Parts:
     def nothing(self, *_: object) -> dict[str, float]:
         return {}
 
-    launch_engines = start_router = connect = connect_engines = engine_memory = nothing
-    begin_training = begin_update = begin_generation = save = state_dict = nothing
+    connect = begin_training = begin_update = begin_generation = save = state_dict = nothing
 
 
 MODEL = {

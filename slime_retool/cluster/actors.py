@@ -80,7 +80,7 @@ class TrainerActor:
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
         return self._trainer.train(batch, rollout_id)
 
-    # The parts of `train`, for a critic with processes of its own: see `trainer.core`. Tensors are [N] on the CPU.
+    # The parts of `train`, for groups with processes of their own: see `trainer.core`. Tensors are [N] on the CPU.
 
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()

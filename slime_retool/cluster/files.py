@@ -23,15 +23,9 @@ def check_files(config: Config, placement: Placement) -> None:
     config = config.for_actors()
     assert config.hf_checkpoint is not None
     model = [("--hf-checkpoint", config.hf_checkpoint)]
-    trained = [
-        (flag, path)
-        for flag, path in (
-            ("--ref-load", config.ref_load), ("--load", config.load), ("--critic-load", config.critic_load),
-        )
-        if path is not None and os.path.exists(path)
-    ]  # fmt: skip
+    trained = [(flag, path) for flag, path in config.load_folders.items() if os.path.exists(path)]
     engines = {slot.node: slot for slots in placement.engines for slot in slots}
-    trainers = {slot.node: slot for slot in [*placement.trainers, *placement.critics]}
+    trainers = {slot.node: slot for slots in placement.trainers for slot in slots}
     with ExitStack() as stack:
         if not config.debug_rollout_only:
             trained += _markers(config, stack)
@@ -53,11 +47,10 @@ def check_files(config: Config, placement: Placement) -> None:
 def _markers(config: Config, stack: ExitStack) -> list[Named]:
     """A file that is there for a moment in each folder that all training hosts write to."""
     markers = []
-    for flag, folder in (("--save", config.save), ("--critic-save", config.critic_save)):
-        if folder is not None:
-            os.makedirs(folder, exist_ok=True)
-            marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".slime-retool-shared-", dir=folder))
-            markers.append((flag, marker.name))
+    for flag, folder in config.save_folders.items():
+        os.makedirs(folder, exist_ok=True)
+        marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".slime-retool-shared-", dir=folder))
+        markers.append((flag, marker.name))
     return markers
 
 

@@ -2,8 +2,8 @@
 
 What has to share a host is one bundle of a Ray placement group: the --actor-num-gpus-per-node ranks of a training host,
 and the GPUs of one engine. Bundles of training hosts go to as many hosts as --actor-num-nodes says; engines are packed.
-With --colocate engines take the trainer's GPUs, from the first rank's on. A critic with GPUs of its own has bundles
-like the trainer's.
+With --colocate engines take the trainer's GPUs, from the first rank's on. Every further group of trainers
+(`Config.trainer_groups`) has bundles like the first's.
 
 The bundle reserves its GPUs; each process is started on the bundle's host and shown its device by number
 (CUDA_VISIBLE_DEVICES), so that a trainer and the engine on its card agree about which one that is. Hosts are told
@@ -51,11 +51,10 @@ class Slot:
 
 @dataclass(slots=True)
 class Placement:
-    """Slots of trainer ranks, of each engine's workers (one on the CPU) and of the critic's own ranks."""
+    """Slots of the ranks of each trainer group, and of each engine's workers (one on the CPU)."""
 
-    trainers: list[Slot]
+    trainers: list[list[Slot]]
     engines: list[list[Slot]]
-    critics: list[Slot]
     driver: str
     """Node id of the host with the training loop, the router and the rollout's tools."""
     groups: list[Any] = field(default_factory=list)
@@ -63,8 +62,7 @@ class Placement:
     @property
     def several_hosts(self) -> bool:
         """Whether processes of the run must reach each other beyond one host."""
-        slots = [*self.trainers, *self.critics, *(slot for engine in self.engines for slot in engine)]
-        return any(slot.node != self.driver for slot in slots)
+        return any(slot.node != self.driver for slots in (*self.trainers, *self.engines) for slot in slots)
 
     def release(self) -> None:
         for group in self.groups:
@@ -91,30 +89,35 @@ def place(config: Config, *, timeout: float = PLACEMENT_SECONDS) -> Placement:
 def _place_on_gpus(config: Config, timeout: float) -> Placement:
     per_engine = config.rollout_num_gpus_per_engine
     own_engines = 0 if config.rollout_external_urls else config.num_engines
-    trains = config.colocate or not config.debug_rollout_only
-    wanted = {
-        "trainers": [config.actor_num_gpus_per_node] * (config.actor_num_nodes if trains else 0),
-        "engines": [] if config.colocate else [per_engine] * own_engines,
-        "critics": [config.critic_num_gpus_per_node or 1] * (config.critic_num_nodes or 1 if _critics(config) else 0),
+    trainers = {
+        roles: [group.actor_num_gpus_per_node] * group.actor_num_nodes for roles, group in _trainer_groups(config)
     }
-    _check_hosts(wanted, sorted((gpus for gpus in _gpus_by_node().values() if gpus), reverse=True))
-    placement = Placement([], [], [], driver=ray.get_runtime_context().get_node_id())
-    found: dict[str, list[list[Slot]]] = {name: [] for name in wanted}
+    engines = [] if config.colocate else [per_engine] * own_engines
+    _check_hosts(trainers, engines, sorted((gpus for gpus in _gpus_by_node().values() if gpus), reverse=True))
+    wanted = {name: sizes for name, sizes in (*trainers.items(), ("engines", engines)) if sizes}
+    placement = Placement([], [], driver=ray.get_runtime_context().get_node_id())
+    found: dict[str, list[list[Slot]]] = {}
     try:
         # The largest first: what is left over is then more likely to hold the small ones.
-        for name in sorted((name for name in wanted if wanted[name]), key=lambda name: -max(wanted[name])):
+        for name in sorted(wanted, key=lambda name: -max(wanted[name])):
             found[name] = _reserve(placement, wanted[name], apart=name != "engines", timeout=timeout)
     except BaseException:
         placement.release()
         raise
-    placement.trainers = sum(found["trainers"], [])
-    placement.engines = found["engines"]
-    placement.critics = sum(found["critics"], [])
+    placement.trainers = [sum(found[roles], []) for roles in trainers]
+    placement.engines = found.get("engines", [])
     if config.colocate:
-        slots = placement.trainers
+        slots = placement.trainers[0]
         placement.engines = [slots[i * per_engine : (i + 1) * per_engine] for i in range(own_engines)]
         assert all(len({slot.node for slot in engine}) == 1 for engine in placement.engines), "checked by `validate`"
     return placement
+
+
+def _trainer_groups(config: Config) -> list[tuple[str, Config]]:
+    """Those that need a place: with --debug-rollout-only colocated engines still take the first one's."""
+    if not config.debug_rollout_only:
+        return config.trainer_groups
+    return config.trainer_groups[:1] if config.colocate else []
 
 
 def _reserve(placement: Placement, sizes: list[int], *, apart: bool, timeout: float) -> list[list[Slot]]:
@@ -155,23 +158,24 @@ def _gpus_by_node() -> dict[str, int]:
     return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
 
 
-def _critics(config: Config) -> bool:
-    return config.critic_world_size > 0 and not config.debug_rollout_only
+def _check_hosts(trainers: dict[str, list[int]], engines: list[int], hosts: list[int]) -> None:
+    """Refuse what `hosts` (their GPUs, most first) could not hold even if all of them were free.
 
-
-def _check_hosts(wanted: dict[str, list[int]], hosts: list[int]) -> None:
-    """Refuse what `hosts` (their GPUs, most first) could not hold even if all of them were free."""
-    trainers, engines, critics = wanted["trainers"], wanted["engines"], wanted["critics"]
-    total, present = sum(trainers + engines + critics), sum(hosts)
+    `trainers`: GPUs on each host, by the roles of a group.
+    """
+    names = {roles: "critic" if roles == "critic" else "actor" for roles in trainers}
+    shares = [(sum(sizes), f"for the {names[roles]}") for roles, sizes in trainers.items()]
+    total, present = sum(map(sum, (*trainers.values(), engines))), sum(hosts)
     if present < total:
+        parts = ", ".join(f"{gpus} {what}" for gpus, what in (*shares, (sum(engines), "for engines")))
         raise ConfigError(
-            f"the run needs {total} GPUs ({sum(trainers)} for training, {sum(engines)} for engines, "
-            f"{sum(critics)} for the critic) but the cluster has {present}; lower --actor-num-gpus-per-node or "
+            f"the run needs {total} GPUs ({parts}) but the cluster has {present}; lower --actor-num-gpus-per-node or "
             "--rollout-num-gpus, or add --colocate"
         )
     shown = " and ".join(map(str, hosts))
-    for name, bundles in (("actor", trainers), ("critic", critics)):
-        if bundles and sum(gpus >= bundles[0] for gpus in hosts) < len(bundles):
+    for roles, bundles in trainers.items():
+        name = names[roles]
+        if sum(gpus >= bundles[0] for gpus in hosts) < len(bundles):
             raise ConfigError(
                 f"--{name}-num-nodes {len(bundles)} x --{name}-num-gpus-per-node {bundles[0]} needs {len(bundles)} "
                 f"host(s) of at least {bundles[0]} GPUs, the cluster's hosts have {shown}; set both to what there is"
@@ -191,17 +195,16 @@ def _place_on_cpus(config: Config) -> Placement:
     def ranks(count: int, per_node: int) -> list[Slot]:
         return [hosts[rank // per_node % len(hosts)] for rank in range(count)]
 
-    trainers = ranks(config.world_size, config.actor_num_gpus_per_node)
-    critics = ranks(config.critic_world_size, config.critic_num_gpus_per_node or 1)
+    trainers = [ranks(group.world_size, group.actor_num_gpus_per_node) for _, group in config.trainer_groups]
     own_engines = 0 if config.rollout_external_urls else config.num_engines
-    engines = (trainers if config.colocate else ranks(own_engines, 1))[:own_engines]
-    return Placement(trainers, [[slot] for slot in engines], critics, driver)
+    engines = (trainers[0] if config.colocate else ranks(own_engines, 1))[:own_engines]
+    return Placement(trainers, [[slot] for slot in engines], driver)
 
 
 def _check_disk_transport(config: Config, placement: Placement) -> None:
     if config.debug_rollout_only or config.weight_transport != "disk" or config.update_weight_disk_dir is not None:
         return
-    writer = placement.trainers[0].node
+    writer = placement.trainers[0][0].node
     if any(slot.node != writer for engine in placement.engines for slot in engine):
         raise ConfigError(
             "--update-weight-transport disk: engines on other hosts than the first trainer rank cannot read its "

@@ -97,11 +97,11 @@ def _from_checkpoint(config: Config) -> dict[str, float]:
         with RolloutManager(config) as rollout:
             check.wait()
             logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
-            rollout.connect(cluster.start_router(cluster.start_engines()))
+            rollout.connect(cluster.engines.start_router(cluster.engines.start()))
             try:
                 return rollout.evaluate(resume=True)
             except RolloutError:
-                cluster.check()  # an engine that died says more
+                cluster.engines.check()  # an engine that died says more
                 raise
 
 

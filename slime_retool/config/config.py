@@ -121,6 +121,25 @@ class Config(
         return self.advantage_estimator == "ppo" and self.loss_type == "policy_loss"
 
     @property
+    def trainer_groups(self) -> list[tuple[str, Config]]:
+        """(roles, options) of each group of training processes: see `trainer.core.ROLES`."""
+        if not self.critic_world_size:
+            return [("all", self)]
+        return [("actor", self), ("critic", self.of_critic_apart())]
+
+    @property
+    def load_folders(self) -> dict[str, str]:
+        """Flag -> folder that trainers read checkpoints from."""
+        named = {"--ref-load": self.ref_load, "--load": self.load, "--critic-load": self.critic_load}
+        return {flag: folder for flag, folder in named.items() if folder is not None}
+
+    @property
+    def save_folders(self) -> dict[str, str]:
+        """Flag -> folder that trainers write checkpoints to."""
+        named = {"--save": self.save, "--critic-save": self.critic_save if self.uses_critic else None}
+        return {flag: folder for flag, folder in named.items() if folder is not None}
+
+    @property
     def critic_apart(self) -> bool:
         """The critic has processes of its own."""
         return self.critic_num_nodes is not None or self.critic_num_gpus_per_node is not None

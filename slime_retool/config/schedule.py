@@ -9,12 +9,17 @@ from slime_retool.config.config import Config
 from slime_retool.errors import ConfigError
 
 
-def with_known_length(config: Config, num_rows: int) -> Config:
-    """`config` with the rollouts that --num-epoch passes over so many rows are; without --num-epoch as it is."""
-    if config.num_epoch is None:
+def with_num_rollout(config: Config, num_rows: int) -> Config:
+    """`config` with --num-epoch counted in rollouts, now that an epoch is known to have `num_rows` prompts.
+
+    ConfigError when the schedule does not fit that many.
+    """
+    if config.num_epoch is None or config.num_rollout is not None:
         return config
     assert config.rollout_batch_size is not None
-    return replace(config, num_rollout=math.ceil(config.num_epoch * num_rows / config.rollout_batch_size))
+    config = replace(config, num_rollout=math.ceil(config.num_epoch * num_rows / config.rollout_batch_size))
+    check_schedule(config)
+    return config
 
 
 def schedule_steps(config: Config) -> tuple[int, int | None]:
@@ -43,7 +48,7 @@ def schedule_steps(config: Config) -> tuple[int, int | None]:
 def check_schedule(config: Config) -> None:
     """Refuse (ConfigError) schedules that `schedule_steps` would refuse in the trainer, as soon as it can be known.
 
-    With --num-epoch that is once the data has been read and `num_rollout` follows from it.
+    With --num-epoch that is once the data has been read (`with_num_rollout`).
     """
     if config.debug_rollout_only or (config.num_rollout is None and config.lr_decay_iters is None):
         return

@@ -1,0 +1,142 @@
+"""The engines that generate, and the router in front of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from slime_retool.cluster.actors import EngineActor
+from slime_retool.cluster.placement import Slot
+from slime_retool.cluster.remote import call, end, quietly, results
+from slime_retool.config import Config
+from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
+from slime_retool.engine.process import ServerError
+from slime_retool.engine.router import RouterProcess
+from slime_retool.errors import ConfigError, WeightUpdateError
+
+logger = logging.getLogger(__name__)
+
+
+class Engines:
+    """SGLang servers of this run, or those of --rollout-external-urls."""
+
+    def __init__(self, config: Config, slots: Sequence[list[Slot]] = (), *, several_hosts: bool = False) -> None:
+        """`slots`: places of the workers of each engine that this run starts."""
+        self._config, self._slots, self._several_hosts = config, slots, several_hosts
+        self._actors: list[Any] = []
+        self._starting: list[Any] = []
+        """What `launch` leaves to wait for: the URL of each engine."""
+        self._admins: list[EngineAdmin] = []
+        self._router: RouterProcess | None = None
+
+    def launch(self) -> None:
+        """Let every engine start in the background; `start` waits for them.
+
+        Only where trainers have other devices (no --colocate): an engine takes its share of what it finds free.
+        """
+        assert not self._starting
+        if self._config.rollout_external_urls:
+            return
+        config = self._config.for_actors()
+        logger.info("starting %d SGLang engine(s), whose logs are in %s/logs", config.num_engines, config.output_dir)
+        shipped = ray.put(config)
+        for index, slots in enumerate(self._slots):
+            # The first slot puts the actor on their host; the server itself is given all devices by number.
+            gpus = [slot.gpu for slot in slots if slot.gpu is not None] or None
+            actor = EngineActor.options(**slots[0].options())
+            self._actors.append(actor.remote(shipped, index, gpus, several_hosts=self._several_hosts))
+        self._starting = call(self._actors, "start")
+
+    def start(self) -> list[str]:
+        """Start every engine, unless `launch` has. Returns their URLs (or those of the external ones)."""
+        if self._config.rollout_external_urls:
+            return self._know_external()
+        if not self._starting:
+            self.launch()
+        starting, self._starting = self._starting, []
+        return self._know(results(starting))
+
+    def _know(self, urls: list[str]) -> list[str]:
+        self._admins = [EngineAdmin(url, timeout=self._config.distributed_timeout_minutes * 60) for url in urls]
+        return urls
+
+    def _know_external(self) -> list[str]:
+        """The servers of --rollout-external-urls. Raises ConfigError for one that cannot be used."""
+        config = self._config
+        urls = self._know([url.rstrip("/") for url in config.rollout_external_urls])
+        for engine in self._admins:
+            try:
+                workers = engine.tensor_parallel_size()
+            except WeightUpdateError as error:
+                raise ConfigError(f"--rollout-external-urls: no SGLang server answers there: {error}") from error
+            expected = config.rollout_num_gpus_per_engine if config.on_cuda else 1
+            if workers != expected and config.weight_transport == "broadcast":
+                raise ConfigError(
+                    f"--rollout-external-urls: {engine.url} has {workers} tensor-parallel workers, the flags say "
+                    f"{expected}; set --rollout-num-gpus-per-engine {workers} (all external "
+                    "engines alike) or --update-weight-transport disk"
+                )
+        return urls
+
+    def start_router(self, urls: list[str]) -> str:
+        """Start the router in front of `urls`. Returns its URL."""
+        self._router = RouterProcess(self._config, urls)
+        return self._router.url
+
+    def check(self) -> None:
+        """Raise when an engine or the router has died since the last look."""
+        results(call(self._actors, "check"))
+        if self._router is not None and not self._router.alive:
+            raise ServerError(f"the router has died. The end of its log:\n{self._router.log_tail()}")
+
+    def memory(self) -> dict[str, float]:
+        """`memory/engine_*`: what one worker of an engine holds while it generates, the largest of all engines.
+
+        The cache's tokens are those of the smallest cache. Empty where the engines do not say: it is only a report.
+        """
+        try:
+            reports = [report for report in (engine.memory() for engine in self._admins) if report]
+        except WeightUpdateError as error:
+            logger.warning("the engines' memory is not reported: %s", error)
+            return {}
+        if not reports:
+            return {}
+        metrics = {f"memory/engine_{name}": max(report[name] for report in reports) for name in reports[0]}
+        metrics["memory/engine_kv_cache_tokens"] = min(report["kv_cache_tokens"] for report in reports)
+        return metrics
+
+    def release(self, *tags: MemoryTag) -> None:
+        """Pause, and give back memory, where --offload-rollout says so."""
+        if self._config.offloads_rollout:
+            every_engine(self._admins, lambda engine: engine.pause())
+            every_engine(self._admins, lambda engine: engine.flush_cache())
+            every_engine(self._admins, lambda engine: engine.release_memory(tags))
+
+    def resume_memory(self, *tags: MemoryTag) -> None:
+        """Take memory again, still paused."""
+        if self._config.offloads_rollout:
+            every_engine(self._admins, lambda engine: engine.resume_memory(tags))
+
+    def resume(self) -> None:
+        """Go on generating."""
+        if self._config.offloads_rollout:
+            every_engine(self._admins, lambda engine: engine.resume())
+
+    def weight_checksums(self) -> list[dict[str, str]]:
+        """Checksum of each tensor, by Hugging Face name, of every engine that this run started."""
+        return results(call(self._actors, "weight_checksums"))
+
+    def stop_router(self) -> None:
+        """End the router; never raises."""
+        if self._router is not None:
+            quietly("the router", self._router.stop)
+            self._router = None
+
+    def close(self) -> None:
+        """End all engines; never raises."""
+        actors, self._actors = self._actors, []
+        if ray.is_initialized():
+            end("engines", actors, "stop")

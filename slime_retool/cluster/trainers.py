@@ -1,0 +1,113 @@
+"""The processes that train: one group, or several that work on a rollout together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from slime_retool.cluster.actors import TrainerActor
+from slime_retool.cluster.environment import trainer_environment
+from slime_retool.cluster.placement import Slot
+from slime_retool.cluster.remote import call, end, results
+from slime_retool.config import Config
+from slime_retool.types import RolloutBatch, TrainSample
+
+
+class TrainerGroup:
+    """The ranks of one process group, each an actor of its own."""
+
+    def __init__(self, config: Config, slots: list[Slot], roles: str, *, several_hosts: bool) -> None:
+        """Make the actors; `start` comes next. `roles`: see `trainer.core.ROLES`."""
+        assert len(slots) == config.world_size
+        environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
+        shipped = ray.put(config.for_actors())
+        self.actors = [
+            TrainerActor.options(**slot.options(environment)).remote(
+                shipped, rank, roles=roles, several_hosts=several_hosts
+            )
+            for rank, slot in enumerate(slots)
+        ]
+
+    def start(self) -> list[Any]:
+        """Let the ranks meet, build their models and load weights; gives what `results` waits for."""
+        (init_method,) = results(call(self.actors[:1], "rendezvous"))
+        return call(self.actors, "start", init_method)
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
+        return call(self.actors, method, *arguments, **options)
+
+
+class Trainers:
+    """All groups of a run. The first holds the policy; a critic with processes of its own is the second."""
+
+    def __init__(self, config: Config, slots: list[list[Slot]], *, several_hosts: bool) -> None:
+        self._config, self._slots, self._several_hosts = config, slots, several_hosts
+        self._groups: list[TrainerGroup] = []
+
+    def start(self, num_rollout: int) -> tuple[int, dict[str, Any]]:
+        """Start every rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
+
+        Returns (first rollout's number, state saved with it).
+        """
+        groups = replace(self._config, num_rollout=num_rollout).trainer_groups
+        for (roles, config), slots in zip(groups, self._slots, strict=True):
+            self._groups.append(TrainerGroup(config, slots, roles, several_hosts=self._several_hosts))
+        return results([ref for group in self._groups for ref in group.start()])[0]
+
+    @property
+    def _policy(self) -> TrainerGroup:
+        return self._groups[0]
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        """One rollout's optimizer steps on all ranks."""
+        shared = ray.put(batch)  # one copy per host, however many ranks read it
+        if len(self._groups) == 1:
+            return results(self._policy.call("train", shared, rollout_id))[0]
+        policy, critic = self._groups
+        values = ray.put(results(critic.call("values", shared))[0])
+        returns = ray.put(results(policy.call("prepare", shared, rollout_id, values))[0])
+        metrics = results(
+            policy.call("optimize", rollout_id) + critic.call("train_critic", shared, rollout_id, values, returns)
+        )
+        return metrics[0] | metrics[-1]
+
+    def log_probs(self, samples: Sequence[TrainSample]) -> list[float]:
+        """Log-prob of every learned token, one sample after the other; 0 for the others."""
+        return results(self._policy.call("log_probs", ray.put(list(samples))))[0]
+
+    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device."""
+        # The policy's last: a checkpoint of it never lacks the critic's.
+        for group in reversed(self._groups):
+            results(group.call("save", rollout_id, extra))
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Leave the device, where --offload-train says so."""
+        if self._config.offloads_train:
+            results(self._policy.call("offload", keep_weights=keep_weights))
+
+    def reload(self) -> None:
+        """Take the device again."""
+        if self._config.offloads_train:
+            results(self._policy.call("reload"))
+
+    def connect_engines(self, urls: list[str]) -> None:
+        """Let the source rank know where its weights go."""
+        results(self._policy.call("connect_engines", urls))
+
+    def update_weights(self, *, asleep: bool) -> int:
+        """Send the weights into every engine; see `trainer.weight_sync`. Returns the new weight version."""
+        return results(self._policy.call("update_weights", asleep=asleep))[0]
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Checksum of each tensor as the trainer holds it, by Hugging Face name."""
+        return results(self._policy.call("weight_checksums"))[0]
+
+    def close(self) -> None:
+        """End all ranks; never raises."""
+        groups, self._groups = self._groups, []
+        if ray.is_initialized():
+            end("trainers", [actor for group in groups for actor in group.actors], "shutdown")
