@@ -30,15 +30,18 @@ _KEY = "flag"
 class FlagSpec:
     """A flag beyond its field's name, type and default: how argparse takes it, and which values it may have.
 
-    Bounds are of each item where the field is a list; None, where the field may be None, is always allowed.
+    Bounds and choices are of each item where the field is a list. None, where the field may be None, is allowed.
     """
 
     help: str
     choices: tuple[str, ...] | None = None
     aliases: tuple[str, ...] = ()
+    """Further spellings, such as "--rotary-scaling-factor"."""
     metavar: str | None = None
     nargs: str | None = None
+    """"*" or "+" of a list."""
     secret: bool = False
+    """Neither printed nor stored."""
     min: float | None = None
     max: float | None = None
     above: float | None = None
@@ -46,6 +49,7 @@ class FlagSpec:
     off: float | None = None
     """A number out of the bounds that is allowed as well."""
     url: bool = False
+    """An http:// or https:// address."""
 
     @property
     def bounds(self) -> str:
@@ -71,33 +75,12 @@ class FlagSpec:
         return None if within or value == self.off else self.bounds
 
 
-def flag(
-    default: Any = None,
-    *,
-    help: str,
-    choices: tuple[str, ...] | None = None,
-    aliases: tuple[str, ...] = (),
-    metavar: str | None = None,
-    nargs: str | None = None,
-    secret: bool = False,
-    min: float | None = None,
-    max: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    off: float | None = None,
-    url: bool = False,
-) -> Any:
-    """A dataclass field that is also a command-line flag.
-
-    Lists take `nargs` ("*" or "+") and a list default; `aliases` are further spellings such as
-    `"--rotary-scaling-factor"`. A `secret` is part of no `repr`; see also `secrets_in`. Numbers are allowed from `min`
-    to `max`, `above` and `below`, and `off`; a `url` is an http:// or https:// address.
-    """
-    metavar = metavar or ("URL" if url else None)
-    spec = FlagSpec(help, choices, aliases, metavar, nargs, secret, min, max, above, below, off, url)
+def flag(default: Any = None, **spec: Any) -> Any:
+    """A dataclass field that is also a command-line flag. The keywords are the fields of `FlagSpec`."""
+    made = FlagSpec(**spec)
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata={_KEY: spec})
-    return dataclasses.field(default=default, repr=not secret, metadata={_KEY: spec})
+        return dataclasses.field(default_factory=lambda: list(default), metadata={_KEY: made})
+    return dataclasses.field(default=default, repr=not made.secret, metadata={_KEY: made})
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -157,17 +140,6 @@ def is_frozen_group(cls: Any) -> bool:
     return frozen and all(_KEY in f.metadata for f in dataclasses.fields(cls))
 
 
-def secrets_in(obj: Any) -> list[str]:
-    """Fields that were given a value which is neither to be printed nor stored."""
-    return changed(obj, [f.name for f in dataclasses.fields(obj) if _KEY in f.metadata and f.metadata[_KEY].secret])
-
-
-def public_values(obj: Any) -> dict[str, Any]:
-    """The value of each flag-field but secrets."""
-    fields = [f for f in dataclasses.fields(obj) if _KEY in f.metadata]
-    return {f.name: getattr(obj, f.name) for f in fields if not f.metadata[_KEY].secret}
-
-
 def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
     """Build `cls` from parsed flags, and from what else a parser has put under the name of a field."""
     given = vars(namespace)
@@ -179,23 +151,31 @@ def changed(obj: Any, names: Iterable[str]) -> list[str]:
     return [f.name for f in dataclasses.fields(obj) if f.name in names and getattr(obj, f.name) != _default(f)]
 
 
-def mistakes_in(obj: Any) -> Iterator[str]:
-    """One line for each flag-field of `obj` whose value is not allowed, e.g. "--lr must be above 0, got -1.0"."""
-    for field in dataclasses.fields(obj):
-        if _KEY in field.metadata:
-            value = getattr(obj, field.name)
-            for each in value if isinstance(value, list) else [value]:
-                if each is not None and (rule := field.metadata[_KEY].broken_rule(each)) is not None:
-                    yield f"{option_name(field.name)} must be {rule}, got {each}"
+def mistakes_in(*objects: Any) -> Iterator[str]:
+    """One line for each flag-field whose value is not allowed, e.g. "--lr must be above 0, got -1.0"."""
+    for field, spec, value in _flags_of(objects):
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and (rule := spec.broken_rule(each)) is not None:
+                yield f"{option_name(field.name)} must be {rule}, got {each}"
 
 
-def to_flags(obj: Any) -> list[str]:
-    """The shortest command line that rebuilds `obj`, but for its secrets (fields that hold their default are left out).
-    """
+def secrets_in(*objects: Any) -> list[str]:
+    """Fields with a value that is neither to be printed nor stored."""
+    return [field.name for field, spec, value in _flags_of(objects) if spec.secret and value is not None]
+
+
+def public_values(*objects: Any) -> dict[str, Any]:
+    """The value of each flag-field but secrets."""
+    return {field.name: value for field, spec, value in _flags_of(objects) if not spec.secret}
+
+
+def to_flags(*objects: Any) -> list[str]:
+    """The shortest command line that rebuilds the objects, but for secrets (a field with its default is left out)."""
     out: list[str] = []
-    values = public_values(obj)
-    for field_name in changed(obj, values):
-        value, name = values[field_name], option_name(field_name)
+    for field, spec, value in _flags_of(objects):
+        name = option_name(field.name)
+        if spec.secret or value == _default(field):
+            continue
         if isinstance(value, bool):
             out.append(name if value else name.replace("--", "--no-", 1))
         elif isinstance(value, list):
@@ -203,6 +183,13 @@ def to_flags(obj: Any) -> list[str]:
         elif value is not None:
             out += [name, str(value)]
     return out
+
+
+def _flags_of(objects: Iterable[Any]) -> Iterator[tuple[dataclasses.Field, FlagSpec, Any]]:
+    for obj in objects:
+        for field in dataclasses.fields(obj):
+            if _KEY in field.metadata:
+                yield field, field.metadata[_KEY], getattr(obj, field.name)
 
 
 def _own_fields(cls: type) -> list[dataclasses.Field]:
@@ -238,5 +225,5 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
         return
     group.add_argument(
         *names, dest=field.name, type=scalar, default=default, choices=spec.choices, nargs=spec.nargs,
-        metavar=spec.metavar or (None if spec.choices else scalar.__name__.upper()), help=text,
+        metavar=spec.metavar or ("URL" if spec.url else None if spec.choices else scalar.__name__.upper()), help=text,
     )  # fmt: skip

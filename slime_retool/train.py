@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if config.dry_run:
                 check.wait()
                 print(" \\\n  ".join([f"python -m {PROG}", *_flag_lines(config)]))
-                for name in (name for part in config.parts for name in flags.secrets_in(part)):
+                for name in flags.secrets_in(config, *config.hook_args):
                     print(f"{PROG}: {flags.option_name(name)} is a secret and not printed", file=sys.stderr)
             else:
                 run(config, check)
@@ -72,7 +72,7 @@ def _interrupt(signum: int, frame: Any) -> NoReturn:
 def _flag_lines(config: Config) -> list[str]:
     """The resolved configuration as flags for a shell, one option a line, without its secrets."""
     lines: list[str] = []
-    for token in (token for part in config.parts for token in flags.to_flags(part)):
+    for token in flags.to_flags(config, *config.hook_args):
         if token.startswith("--"):
             lines.append(token)
         else:
@@ -118,7 +118,10 @@ def trackers_of(config: Config) -> list[Tracker]:
             name=config.wandb_name,
             mode=config.wandb_mode,
             dir=config.output_dir,
-            config=config.settings,
+            config={
+                **flags.public_values(config, *config.hook_args),
+                "sglang_server_flags": config.sglang_server_flags,
+            },
         )
         trackers.append(tracker)
     return trackers

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from test_config import argv, checked, run_args  # noqa: F401
 
+from megatron_bridge.flags import public_values
 from slime_retool.config import Config, parse_config
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function, load_module
@@ -63,7 +64,7 @@ def test_values_are_read_by_the_class_that_declares_them(tasks: Path):
     config = parse_config([*words, "--one-bonus", "2"])
     one, two = load_module("one.x").HookArgs, load_module("two.x").HookArgs
     assert config.hook(one) == one(2.0, None) and config.hook(two) == two(1.0, None)
-    assert config.hook_settings == {"one_bonus": 2.0, "two_bonus": 1.0}
+    assert public_values(*config.hook_args) == {"one_bonus": 2.0, "two_bonus": 1.0}
     assert asyncio.run(load_function("one.reward_func")(config, Sample("q"))) == 2.0
 
 
@@ -119,7 +120,7 @@ def test_a_flag_that_no_hook_declares_is_unknown(words: list[str], hint: str, ta
 
 def test_values_out_of_a_hooks_bounds_are_refused(tasks: Path, run_args):  # noqa: F811
     args = run_args | {"--custom-rm-path": "one.reward_func"}
-    assert checked(args).hook_settings == {"one_bonus": 1.0}
+    assert public_values(*checked(args).hook_args) == {"one_bonus": 1.0}
     with pytest.raises(ConfigError, match="^--one-bonus must be at least 0, got -1.0$"):
         checked(args | {"--one-bonus": "-1"})
 
@@ -137,7 +138,7 @@ def test_a_dry_run_prints_a_hooks_flags_but_no_secret(tasks: Path, run_args, cap
     out, error = capsys.readouterr()
     assert "s3cret" not in out and "slime_retool.train: --one-key is a secret and not printed\n" in error
     printed = parse_config(shlex.split(out.replace("\\\n", " "))[3:])
-    assert printed.hook_settings == {"one_bonus": 2.0} and "s3cret" not in repr(parse_config(words))
+    assert public_values(*printed.hook_args) == {"one_bonus": 2.0} and "s3cret" not in repr(parse_config(words))
 
 
 def test_what_is_shipped_to_actors_needs_no_module_of_a_hook(tasks: Path):
@@ -167,7 +168,7 @@ def test_the_recipes_flags_are_those_of_its_hooks(monkeypatch: pytest.MonkeyPatc
     hooks = ["--custom-generate-function-path", "generate_with_retool.generate"]
     for words in (hooks, ["--custom-rm-path", "generate_with_retool.reward_func"]):
         config = parse_config([*words, "--shape-tool-use", "calls", "--format-penalty", "0.5"])
-        assert config.hook_settings == {"shape_tool_use": "calls", "format_penalty": 0.5}
+        assert public_values(*config.hook_args) == {"shape_tool_use": "calls", "format_penalty": 0.5}
 
 
 def test_the_task_of_the_readme_has_a_flag_of_its_own(tasks: Path):

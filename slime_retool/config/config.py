@@ -60,22 +60,6 @@ class Config(
         """The description of the model alone."""
         return ModelArgs(**{f.name: self.__dict__[f.name] for f in fields(ModelArgs)})
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The dataclasses whose fields are this configuration's flags."""
-        return (self, *self.hook_args)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Every option by name, hooks' included, without secrets."""
-        own = {"sglang_server_flags": self.sglang_server_flags}
-        return {name: value for part in self.parts for name, value in flags.public_values(part).items()} | own
-
-    @property
-    def hook_settings(self) -> dict[str, Any]:
-        """Those of them that hooks declare."""
-        return {name: value for args in self.hook_args for name, value in flags.public_values(args).items()}
-
     def for_actors(self) -> Config:
         """The same for trainers and engines, which start in another working folder and may not find the hooks."""
         given = {name: self.__dict__[name] for name in flags.names_of(Config, metavar="DIR")}
@@ -179,6 +163,17 @@ class Config(
     def samples_per_rollout(self) -> int:
         assert self.rollout_batch_size is not None
         return self.rollout_batch_size * self.n_samples_per_prompt
+
+    def response_limit(self, prompt_length: int, most: int | None = None) -> int:
+        """Tokens that a response may have, observations included: `most` (default: --rollout-max-response-len), or what
+        its prompt leaves of --rollout-max-context-len where that is less."""
+        most = self.rollout_max_response_len if most is None else most
+        context = self.rollout_max_context_len
+        return most if context is None else min(most, context - prompt_length)
+
+    def fits_context(self, length: int) -> bool:
+        """Whether --rollout-max-context-len lets prompt and response have so many tokens together."""
+        return self.rollout_max_context_len is None or length <= self.rollout_max_context_len
 
     @property
     def steps_per_rollout(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 
 from megatron_bridge.model_config import (
     check_expert_parallel,
@@ -46,8 +45,7 @@ def check_world_size(config: Config, world: int, processes: str | None = None) -
     processes = processes or f"{world} processes"
     for flag, size in _sizes(config).items():
         if size > world:
-            nearest = _nearest(size, _divisors(world))
-            raise ConfigError(f"{flag} {size} is more than the {processes}; use at most {nearest}")
+            raise ConfigError(f"{flag} {size} is more than the {processes}; use at most {world}")
     tp, pp, cp, ep, etp = _sizes(config).values()
     if world % (tp * pp * cp):
         names = {"tensor": tp, "pipeline": pp, "context": cp}
@@ -59,7 +57,8 @@ def check_world_size(config: Config, world: int, processes: str | None = None) -
     if world % (etp * ep * pp):
         experts = config.num_experts or 1
         fitting = [size for size in _divisors(experts) if world % (etp * size * pp) == 0]
-        advice = f"{EP} {_nearest(ep, fitting)}" if fitting else f"{ETP} 1 {EP} 1"
+        nearest = min(fitting, key=lambda size: (abs(size - ep), -size), default=None)
+        advice = f"{ETP} 1 {EP} 1" if nearest is None else f"{EP} {nearest}"
         raise ConfigError(
             f"expert-tensor x expert x pipeline parallel size {etp} x {ep} x {pp} = {etp * ep * pp} does not divide "
             f"the {processes}; the nearest that does is {advice}"
@@ -103,8 +102,3 @@ def _nearest_layout(config: Config, world: int) -> str:
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _nearest(size: int, choices: Iterable[int]) -> int:
-    """The choice closest to `size`, the larger of two equally close."""
-    return min(choices, key=lambda choice: (abs(choice - size), -choice))

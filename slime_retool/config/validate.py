@@ -75,9 +75,8 @@ def validate_evaluation(config: Config) -> None:
 
 def check_values(config: Config) -> None:
     """ConfigError for a value, of the product's flags or a hook's, that its own flag does not allow."""
-    for part in config.parts:
-        for mistake in flags.mistakes_in(part):
-            raise ConfigError(mistake)
+    for mistake in flags.mistakes_in(config, *config.hook_args):
+        raise ConfigError(mistake)
 
 
 def _check_data(config: Config) -> None:
