@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -366,6 +367,30 @@ def test_mistakes_are_refused_in_one_line(case: str, run_args):
         checked(run_args | changes)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_loss_of_sft_alone_makes_a_run_of_sft(run_args):
+    del run_args["--n-samples-per-prompt"]
+    config = checked(run_args | {"--loss-type": "sft_loss"})
+    own = "slime_retool.rollout.sft_rollout.generate_rollout"
+    assert (config.rollout_function_path, config.debug_train_only, config.num_engines) == (own, True, 0)
+    spelled = {"--rollout-function-path": own, "--debug-train-only": None, "--n-samples-per-prompt": "1"}
+    assert checked(run_args | {"--loss-type": "sft_loss"} | spelled) == config == resolve(config)
+    other = {"--rollout-function-path": "slime_retool.rollout.filters.check_reward_nonzero_std"}
+    assert checked(run_args | {"--loss-type": "sft_loss"} | other).rollout_function_path == other.popitem()[1]
+    with pytest.raises(ConfigError, match="--loss-type sft_loss .*--debug-rollout-only"):
+        checked(run_args | {"--loss-type": "sft_loss", "--debug-rollout-only": None})
+
+
+def test_resolving_and_checking_leave_a_configuration_as_it_is(run_args):
+    given = parse_config(argv(run_args | {"--device": "auto", "--advantage-estimator": "ppo", "--save": "/tmp/x"}))
+    before = repr(given)
+    resolved = resolve(given)
+    after = repr(resolved)
+    validate(resolved)
+    assert (repr(given), repr(resolved)) == (before, after) and resolve(resolved) == resolved != given
+    with pytest.raises(FrozenInstanceError):
+        resolved.lr = 1.0
 
 
 def test_adapters_need_the_frozen_weights_and_have_twice_their_rank_as_alpha(run_args):

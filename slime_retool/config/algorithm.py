@@ -18,12 +18,8 @@ def check_algorithm(config: Config) -> None:
     sft = config.loss_type == "sft_loss"
     if sft:
         require(
-            config.rollout_function_path == SFT_ROLLOUT or config.debug_train_only,
-            f"--loss-type sft_loss trains on conversations: add --rollout-function-path {SFT_ROLLOUT}",
-        )
-        require(
             config.debug_train_only,
-            "--loss-type sft_loss needs no engines: add --debug-train-only",
+            "--loss-type sft_loss trains on conversations and generates nothing: drop --debug-rollout-only",
         )
         require(
             config.n_samples_per_prompt == 1,
