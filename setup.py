@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -33,10 +34,12 @@ EXTRAS = {
     "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
 }
 
+PACKAGE = runpy.run_path(str(Path(__file__).with_name("slime_retool") / "__init__.py"))
+
 setup(
     name="slime-retool",
-    version="0.1.0",
-    description="Teach language models to reason with tools: SFT and RL on released Megatron-core and SGLang.",
+    version=PACKAGE["__version__"],
+    description=PACKAGE["__doc__"],
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

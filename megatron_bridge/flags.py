@@ -17,7 +17,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -93,14 +93,17 @@ def groups_of(cls: type) -> list[type]:
     return [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base) and _own_fields(base)]
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add one flag per flag-field of `cls` to `parser`, in one titled group per declaring dataclass."""
+def add_flags(parser: argparse.ArgumentParser, cls: type, shown: Container[str] | None = None) -> None:
+    """Add one flag per flag-field of `cls` to `parser`, in one titled group per declaring dataclass.
+
+    --help tells only of the fields in `shown`; None: of all.
+    """
     hints = typing.get_type_hints(cls)
     for base in groups_of(cls):
         lines = (base.__doc__ or base.__name__).strip().splitlines()
         group = parser.add_argument_group(lines[0].rstrip("."), "\n".join(lines[1:]).strip() or None)
         for field in _own_fields(base):
-            _add_flag(group, field, hints[field.name])
+            _add_flag(group, field, hints[field.name], hidden=shown is not None and field.name not in shown)
 
 
 def names_of(cls: type, *, metavar: str) -> list[str]:
@@ -154,7 +157,7 @@ def _scalar_type(hint: Any) -> Any:
     return hint
 
 
-def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
+def _add_flag(group: Any, field: dataclasses.Field, hint: Any, *, hidden: bool) -> None:
     spec: FlagSpec = field.metadata[_KEY]
     default, scalar = _default(field), _scalar_type(hint)
     text = spec.help.replace("%", "%%")
@@ -162,10 +165,12 @@ def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
         text += f" (default: {default})"
     names = [option_name(field.name), *spec.aliases]
     if scalar is bool:
-        action = "store_true" if default is False else argparse.BooleanOptionalAction
-        group.add_argument(*names, dest=field.name, action=action, default=default, help=text)
-        return
-    group.add_argument(
-        *names, dest=field.name, type=scalar, default=default, choices=spec.choices, nargs=spec.nargs,
-        metavar=spec.metavar or (None if spec.choices else scalar.__name__.upper()), help=text,
-    )  # fmt: skip
+        kind = "store_true" if default is False else argparse.BooleanOptionalAction
+        action = group.add_argument(*names, dest=field.name, action=kind, default=default, help=text)
+    else:
+        action = group.add_argument(
+            *names, dest=field.name, type=scalar, default=default, choices=spec.choices, nargs=spec.nargs,
+            metavar=spec.metavar or (None if spec.choices else scalar.__name__.upper()), help=text,
+        )  # fmt: skip
+    if hidden:
+        action.help = argparse.SUPPRESS  # only now: some actions add their default to the help they are given

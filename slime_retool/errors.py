@@ -1,10 +1,18 @@
-"""One small hierarchy of errors, by the boundary at which something failed.
+"""One small hierarchy of errors, by the boundary at which something failed, and how a command ends with one.
 
 A failed rollout is data, not a crash: `RolloutError`s are caught once, at the sample they belong to, and
 counted by `boundary`. Everything a user can cause by what is given to a run is a `UserError` (a `ValueError`).
 """
 
 from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+logger = logging.getLogger("slime_retool")
 
 
 class SlimeRetoolError(Exception):
@@ -57,3 +65,40 @@ class RewardError(RolloutError):
     """The reward function raised, timed out or returned something that is not a score."""
 
     boundary = "reward"
+
+
+def run_command(
+    prog: str,
+    command: Callable[[], int],
+    *,
+    mistakes: type[Exception] | tuple[type[Exception], ...] = UserError,
+    interrupted: str = "interrupted",
+) -> int:
+    """Run `command` for its exit code, or end it in one line on stderr.
+
+    `mistakes` (errors in what the user gave): 2. Ctrl-C and SIGTERM, which is made the same: 130, saying `interrupted`.
+    Other SlimeRetoolErrors: 1. Everything else is a bug and keeps its traceback.
+    """
+
+    def interrupt(signum: int, frame: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print(f"{prog}: {interrupted}", file=sys.stderr)
+        return 130
+    except mistakes as error:
+        return refuse(prog, error)
+    except SlimeRetoolError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def refuse(prog: str, error: object, code: int = 2) -> int:
+    """Print the one line that a command ends with. Returns `code`."""
+    print(f"{prog}: error: {error}", file=sys.stderr)
+    return code

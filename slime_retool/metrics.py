@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Takes one step's figures."""
+    """Takes one step's metrics."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -21,7 +21,7 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One line per call: `{"step": 3, "time": ..., "train/loss": ...}`; non-finite figures become null."""
+    """One line per call: `{"step": 3, "time": ..., "train/loss": ...}`; values that are not finite become null."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,9 +54,9 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """`settings` are those of `wandb.init`; `key` logs in first."""
+    """`settings` are the arguments of `wandb.init`; `key` logs in first."""
 
-    def __init__(self, key: str | None, **settings: Any) -> None:
+    def __init__(self, settings: Mapping[str, Any], key: str | None) -> None:
         import wandb
 
         if key:
@@ -88,6 +88,18 @@ class Metrics:
             tracker.close()
 
 
+def open_metrics(
+    folder: Path, *, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None, wandb_key: str | None = None
+) -> Metrics:
+    """metrics.jsonl in `folder`, and what is asked for: TensorBoard's files there, a W&B run with these settings."""
+    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
+    if tensorboard:
+        trackers.append(TensorBoardTracker(folder / "tensorboard"))
+    if wandb is not None:
+        trackers.append(WandbTracker(wandb, wandb_key))
+    return Metrics(trackers)
+
+
 class Phases:
     """Where the seconds of one step go.
 
@@ -111,7 +123,7 @@ class Phases:
         """What took these is no part of the step."""
         self._started += seconds
 
-    def figures(self, measured: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
         """All phases and the whole step; what `measured` holds of them wins."""
         step = time.monotonic() - self._started
         phases = {f"perf/{name}_seconds": seconds for name, seconds in self._seconds.items()}
@@ -119,8 +131,27 @@ class Phases:
         return phases | {"perf/idle_seconds": step - sum(phases.values()), "perf/step_seconds": step}
 
 
+def generation_speed(metrics: Mapping[str, float], gpus: int) -> dict[str, float]:
+    """Tokens that the model wrote per second of the generation phase and GPU (CPU: process) of the engines."""
+    if not gpus or "rollout/model_tokens" not in metrics:
+        return {}
+    rate = metrics["rollout/model_tokens"] / max(metrics["perf/generate_seconds"], 1e-9)
+    return {"perf/generate_tokens_per_second_per_gpu": rate / gpus}
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The few metrics worth a place beside the progress bar."""
+    wanted = {
+        "train/loss": "loss",
+        "rollout/reward_mean": "reward",
+        "rollout/tool_call_rate": "tools",
+        "train/logprob_abs_diff": "|dlogp|",
+    }
+    return {short: f"{metrics[name]:.4g}" for name, short in wanted.items() if name in metrics}
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, merged by step; after a resume, later figures of a step replace earlier ones.
+    """The lines of a metrics.jsonl, merged by step; after a resume, later values of a step replace earlier ones.
 
     A line that was cut off when a run was killed is left out: its step was run again.
     """

@@ -1,8 +1,11 @@
-"""`slime-retool view` and `slime-retool sandbox serve`: what a user meets when something is not as expected."""
+"""`slime-retool`: its table of commands, their --help, and what a user meets when something is not as expected."""
 
 from __future__ import annotations
 
+import json
 import os
+import pkgutil
+import signal
 import socket
 import subprocess
 import sys
@@ -10,9 +13,160 @@ from pathlib import Path
 
 import pytest
 
-from slime_retool.cli import main
+from slime_retool import __version__
+from slime_retool.cli import COMMANDS, main
+from slime_retool.errors import ConfigError, EngineError, SaveError, run_command
 from slime_retool.rollout.dump import dump_samples
 from slime_retool.types import Sample, SampleStatus
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0)])
+def test_the_page_names_every_command(arguments: list[str], code: int, capsys):
+    assert main(arguments) == code
+    page = capsys.readouterr().out
+    assert all(f"\n  {name} " in page and purpose in page for name, (_, purpose) in COMMANDS.items())
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["convert"], 2), (["convert", "--help"], 0)])
+def test_the_first_word_of_two_names_the_commands_that_begin_with_it(arguments: list[str], code: int, capsys):
+    assert main(arguments) == code
+    page = capsys.readouterr().out
+    assert "convert to-megatron" in page and "convert to-hf" in page and "doctor" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["evl", "--lr", "1"], "unknown command 'evl'; did you mean `slime-retool eval`?"),
+        (["data", "chekc", "FILE"], "unknown command 'data chekc'; did you mean `slime-retool data check`?"),
+        (["--lr", "1"], "unknown command '--lr'; see `slime-retool --help`"),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_nearest_one(arguments: list[str], hint: str, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"slime-retool: error: {hint}\n"
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"slime-retool {__version__}\n"
+    packaged = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert packaged.split()[-1] == __version__
+
+
+HEAVY = ("torch", "megatron", "sglang", "ray", "transformers")
+HELP = """
+import contextlib, io, json, sys
+from slime_retool.cli import COMMANDS, main
+pages = {}
+for name in COMMANDS:
+    with contextlib.redirect_stdout(io.StringIO()) as page:
+        try:
+            code = main([*name.split(), "--help"])
+        except SystemExit as done:
+            code = done.code
+    pages[name] = [code, page.getvalue()]
+pages["loaded"] = sorted({name.split(".")[0] for name in sys.modules})
+print(json.dumps(pages))
+"""
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, tuple[int, str]]:
+    """Name of each command -> exit code and output of its --help; "loaded" -> what was imported for all of them."""
+    done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_help_is_there_for_every_command_and_needs_no_heavy_package(pages):
+    assert not set(pages.pop("loaded")) & set(HEAVY)
+    for name, (code, page) in pages.items():
+        assert code == 0 and page.startswith("usage: ") and "--help" in page, name
+        assert name == "train" or page.startswith(f"usage: slime-retool {name}"), name
+
+
+def test_help_shows_a_commands_own_flags_and_no_others(pages):
+    training = ("--lr ", "--adam-beta1", "--tensor-model-parallel-size", "--num-layers", "--save-interval", "--kl-coef")
+    assert all(flag in pages["train"][1] for flag in training)
+    own = {
+        "eval": ("--eval-prompt-data", "--eval-endpoint-url", "--max-turns", "--rollout-temperature"),
+        "plan": ("--card", "--mean-prompt", "--mean-response", "--json"),
+        "convert to-hf": ("--input-dir", "--output-dir", "--peft"),
+        "data check": ("--tokenizer",),
+    }
+    for name, flags in own.items():
+        page = pages[name][1]
+        assert all(flag in page for flag in flags), name
+        assert not any(flag in page for flag in training), name
+        assert "Optimizer" not in page and "Parallelism" not in page, name
+    assert "--num-layers" in pages["convert to-megatron"][1]
+
+
+def test_flags_that_help_does_not_show_are_still_taken(capsys):
+    assert main(["eval", "--lr", "0.1", "--tensor-model-parallel-size", "2"]) == 2
+    assert "--eval-prompt-data NAME FILE is required" in capsys.readouterr().err
+
+
+def test_every_command_of_the_table_is_a_function():
+    assert all(callable(pkgutil.resolve_name(target)) for target, _ in COMMANDS.values())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("no such flag"), 2, "prog: error: no such flag\n"),
+        (SaveError("the disk is full"), 1, ""),
+        (EngineError("it died"), 1, ""),
+        (KeyboardInterrupt(), 130, "prog: stopped\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_command_ends_in_one_line_and_with_a_code_that_tells(error: BaseException, code, line, capsys, caplog):
+    def command() -> int:
+        raise error
+
+    assert run_command("prog", command, interrupted="stopped") == code
+    assert capsys.readouterr().err == line
+    assert (f"{type(error).__name__}: {error}" in caplog.text) == (code == 1)
+
+
+def test_what_is_no_mistake_of_the_user_keeps_its_traceback_unless_a_command_says_so(capsys):
+    def command() -> int:
+        raise ValueError("odd")
+
+    with pytest.raises(ValueError, match="odd"):
+        run_command("prog", command)
+    assert run_command("prog", command, mistakes=(ValueError, OSError)) == 2
+    assert capsys.readouterr().err == "prog: error: odd\n"
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does_and_only_while_it_runs(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    ended = []
+
+    def command() -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            ended.append(True)
+        return 0
+
+    assert run_command("prog", command) == 130 and ended
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().err == "prog: interrupted\n"
+
+
+def test_doctor_says_what_is_missing(monkeypatch, capsys):
+    from slime_retool.commands import doctor
+
+    monkeypatch.setattr(doctor, "REQUIRED", ("torch", "no-such-package"))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "no-such-package       missing\n" in out and "1 required package(s) missing" in out
 
 
 def dump(path: Path, count: int = 3) -> Path:
@@ -111,7 +265,7 @@ def test_a_hook_is_found_in_the_folder_where_the_command_is_given(tmp_path: Path
     hook = ["--custom-rm-path", "my_task.reward_function"]
     done = subprocess.run(
         [sys.executable, str(script), *words.split(), *hook],
-        cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[1])}, capture_output=True, text=True,
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (
         2,
@@ -130,7 +284,7 @@ def test_make_names_the_supported_versions_before_it_installs_anything(version: 
     python.chmod(0o755)
     done = subprocess.run(
         ["make", "install", f"PYTHON={python}", f"VENV={tmp_path}/venv"],
-        cwd=Path(__file__).parents[1], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True,
+        cwd=ROOT, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and not (tmp_path / "venv").exists()
     assert done.stderr.startswith(f"{python} is Python {version}, 3.10 to 3.13 are supported: pass PYTHON=")

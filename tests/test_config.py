@@ -18,9 +18,9 @@ from megatron_bridge import flags
 from slime_retool.cli import main as slime_retool
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.groups import RolloutArgs
+from slime_retool.config.printable import flag_lines
 from slime_retool.config.schedule import check_schedule
 from slime_retool.errors import ConfigError
-from slime_retool.train import _flag_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 HF_CONFIG = {
@@ -443,7 +443,7 @@ def test_a_dry_run_and_a_repr_hold_no_secret(run_args):
 def test_dry_run_prints_what_a_shell_takes_for_the_same_flags(run_args):
     stops = ["two words", "", "$HOME `x`", "it's", "\n"]
     config = parse_config([*argv(run_args), "--rollout-stop", *stops, "--sglang-served-model-name", "my model"])
-    printed = " \\\n  ".join(["python -m slime_retool.train", *_flag_lines(config)])
+    printed = " \\\n  ".join(["python -m slime_retool.train", *flag_lines(config)])
     script = f"python() {{ printf '%s\\0' \"$@\"; }}; {printed}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     tokens = done.stdout.split("\0")[:-1]

@@ -47,7 +47,7 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
     with pretend_hosts(Host(), Host(address="127.0.0.2")) as (address, _):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with Cluster(config) as cluster:
-            assert cluster.trainers.start() == (0, {})
+            assert cluster.trainers.start(1) == (0, {})
             urls = cluster.engines.start()
             assert urlsplit(urls[1]).hostname == "127.0.0.2"
             assert urlsplit(urls[0]).hostname not in ("127.0.0.1", "127.0.0.2")
@@ -127,7 +127,7 @@ def test_a_critic_with_processes_of_its_own_trains_beside_the_actor_and_resumes(
         config: Config = engine_config(model / "hf", **values, **folder, critic_num_gpus_per_node=2)
         validate(config)
         with Cluster(config) as cluster:
-            first, extra = cluster.trainers.start()
+            first, extra = cluster.trainers.start(1)
             assert extra == ({"seen": first} if first else {})
             figures = [cluster.trainers.train(RolloutBatch(samples), first + i) for i in range(2 - first)]
             log_probs = cluster.trainers.log_probs(samples)

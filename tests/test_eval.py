@@ -309,7 +309,7 @@ def _main_off_the_main_thread(flags: list[str]) -> int:
     """Signal handlers can only be set in the main thread, which runs the server here."""
     from unittest import mock
 
-    with mock.patch("slime_retool.commands.eval.signal.signal"):
+    with mock.patch("slime_retool.errors.signal.signal"):
         return eval_main(flags)
 
 

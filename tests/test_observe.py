@@ -8,9 +8,9 @@ from pathlib import Path
 
 from slime_retool.cli import main
 from slime_retool.config import Config
-from slime_retool.metrics import JsonlTracker, Metrics, read_metrics
+from slime_retool.config.printable import wandb_settings
+from slime_retool.metrics import JsonlTracker, open_metrics, read_metrics
 from slime_retool.run_folder import set_aside
-from slime_retool.train import trackers_of
 
 
 def log(path: Path, *rows: tuple[int, dict[str, float]]) -> None:
@@ -47,7 +47,8 @@ def test_a_line_cut_off_by_a_kill_costs_nothing_but_itself(tmp_path: Path):
 def test_wandb_keeps_the_evaluation_before_training(tmp_path: Path, monkeypatch):
     """Its step is -1; the figures are looked for in the file that an offline run writes."""
     monkeypatch.setenv("WANDB_SILENT", "true")
-    metrics = Metrics(trackers_of(Config(output_dir=str(tmp_path), use_wandb=True, wandb_mode="offline")))
+    config = Config(output_dir=str(tmp_path), use_wandb=True, wandb_mode="offline")
+    metrics = open_metrics(tmp_path, wandb=wandb_settings(config))
     metrics.log(-1, {"eval/untrained": 0.25})
     metrics.log(0, {"train/first": 2.0})
     metrics.log(0, {"eval/trained": 0.5})

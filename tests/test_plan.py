@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from slime_retool.cli import main
 from slime_retool.commands.plan.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.commands.plan.generation import generate_seconds
 from slime_retool.commands.plan.memory import host_memory, stage_memory, trainer_memory
-from slime_retool.commands.plan.plan import make_plan
+from slime_retool.commands.plan.models import trained_models
+from slime_retool.commands.plan.plan import Plan, make_plan
 from slime_retool.commands.plan.timing import stage_passes, train_seconds
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
@@ -38,10 +40,11 @@ def flags_of(name: str) -> list[str]:
 
 def config_of(name: str, **fields: object) -> Config:
     model = source(name, ROOT)
-    config = Config(**{**model.__dict__, "rollout_batch_size": 32, "n_samples_per_prompt": 8, "device": "cuda"})
-    for field, value in fields.items():
-        setattr(config, field, value)
-    return config
+    return Config(**{**model.__dict__, "rollout_batch_size": 32, "n_samples_per_prompt": 8, "device": "cuda", **fields})
+
+
+def plan_of(config: Config, card: str, mean_prompt: float, mean_response: float) -> Plan:
+    return make_plan(config, CARDS[card], Workload.of_run(config, mean_prompt, mean_response))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -67,7 +70,7 @@ def test_a_checkpoint_takes_its_weights_and_optimizer_on_disk():
     adapters = config_of("qwen3-4B", lora_rank=32, no_save_optim=True, advantage_estimator="ppo")
     assert adapters.checkpoint_bytes() == 2 * 36 * adapter_parameters(adapters, adapters.lora)
     # A critic has no adapters, and a head of one row where an untied model has the output layer.
-    assert adapters.roles[1].checkpoint_bytes == 2 * (total_parameters(adapters) + 2560)
+    assert adapters.roles[1].checkpoint_bytes == 2 * total_parameters(adapters)
     untied = config_of("qwen3-8B", advantage_estimator="ppo")
     critic = 14 * (total_parameters(untied) - 151_935 * 4096)
     assert [role.checkpoint_bytes for role in untied.roles] == [untied.checkpoint_bytes(), critic]
@@ -119,7 +122,7 @@ def test_memory_of_4b_on_one_gpu_by_hand():
     assert kept == 111_744
     backward = 2 * 3 * 9728 + 2 * 2 * 2560
     assert memory.activations == 16384 * (36 * kept + 3 * 2 * 2560 + backward)
-    assert memory.critic == 0 and 0 < memory.logits < GIB
+    assert memory.others == 0 and 0 < memory.logits < GIB
     assert memory.allocated / GIB == pytest.approx(130.8, abs=0.1)
 
 
@@ -167,7 +170,7 @@ def test_pipeline_stages_keep_one_micro_batch_for_each_stage_behind_them():
     config = config_of(
         "qwen3-8B", actor_num_gpus_per_node=4, pipeline_model_parallel_size=4, max_tokens_per_gpu=4096, **PACKED
     )
-    stages = [stage_memory(config, work(1000), stage).activations for stage in range(4)]
+    stages = [stage_memory(trained_models(config), work(1000), stage).activations for stage in range(4)]
     once = stages[2] - stages[3]
     assert stages[0] - stages[1] == pytest.approx(stages[1] - stages[2]) == pytest.approx(once, rel=0.02)
     single = config_of("qwen3-8B", max_tokens_per_gpu=4096, **PACKED)
@@ -191,13 +194,13 @@ def test_an_optimizer_on_the_host_leaves_the_gpu_and_the_precision_aware_one_sav
 
 def test_trainer_and_engine_on_the_same_gpus_take_turns():
     config = config_of("qwen3-4B", colocate=True, use_dynamic_batch_size=True, max_tokens_per_gpu=4096)
-    turns = make_plan(config, CARDS["h100"], mean_prompt=100, mean_response=500)
+    turns = plan_of(config, "h100", 100, 500)
     assert turns.engine is not None
     assert turns.moments["generating"] == turns.engine.total + turns.trainer.runtime
     assert turns.moments["training"] == turns.trainer.total + turns.engine.runtime
     assert turns.host == host_memory(config, turns.trainer) == turns.trainer.weights + turns.trainer.optimizer
-    config.offload_train = config.offload_rollout = False
-    together = make_plan(config, CARDS["h100"], mean_prompt=100, mean_response=500)
+    together = replace(config, offload_train=False, offload_rollout=False)
+    together = plan_of(together, "h100", 100, 500)
     assert together.resident >= together.trainer.total + together.engine.total > turns.resident
     assert not together.fits and together.host == 0
 
@@ -205,32 +208,27 @@ def test_trainer_and_engine_on_the_same_gpus_take_turns():
 def test_a_critic_in_the_same_processes_weighs_as_much_as_a_model_without_output_layer():
     options = dict(max_tokens_per_gpu=4096, use_dynamic_batch_size=True, debug_train_only=True)
     memory = trainer_memory(config_of("qwen3-8B", advantage_estimator="ppo", **options), work(500))
-    assert memory.critic == 18 * (total_parameters(source("qwen3-8B", ROOT)) - 151_936 * 4096)
+    assert memory.others == 18 * (total_parameters(source("qwen3-8B", ROOT)) - 151_936 * 4096)
     away = trainer_memory(
         config_of("qwen3-8B", advantage_estimator="ppo", optimizer_cpu_offload=True, **options), work(500)
     )
-    assert away.critic * 18 == memory.critic * 6 and away.host_optimizer == memory.optimizer + memory.critic * 12 // 18
+    assert away.others * 18 == memory.others * 6 and away.host_optimizer == memory.optimizer + memory.others * 12 // 18
     apart = config_of("qwen3-8B", advantage_estimator="ppo", critic_num_gpus_per_node=1, **options)
-    assert trainer_memory(apart, work(500)).critic == 0
+    assert trainer_memory(apart, work(500)).others == 0
 
 
 def test_a_critic_apart_needs_gpus_memory_and_time_of_its_own():
     """Qwen3-4B, whose tied embedding the critic has alone: 18 bytes a parameter, and activations like the actor's."""
     options = dict(advantage_estimator="ppo", actor_num_gpus_per_node=4, **PACKED, max_tokens_per_gpu=4096)
     plans = {
-        gpus: make_plan(
-            config_of("qwen3-4B", critic_num_gpus_per_node=gpus, **options),
-            CARDS["h200"],
-            mean_prompt=0,
-            mean_response=500,
-        )
+        gpus: plan_of(config_of("qwen3-4B", critic_num_gpus_per_node=gpus, **options), "h200", 0, 500)
         for gpus in (1, 2, 4)
     }
     assert [plan.gpus for plan in plans.values()] == [5, 6, 8]
     alone = trainer_memory(config_of("qwen3-4B", max_tokens_per_gpu=4096, **PACKED), plans[1].workload)
     expected = 18 * total_parameters(source("qwen3-4B", ROOT)) + alone.activations + alone.runtime
     assert plans[1].moments["training the critic"] == expected
-    times = [plan.time.critic for plan in plans.values()]
+    times = [plan.time.others for plan in plans.values()]
     assert times[0] > 1.5 * times[1] > 2 * times[2] > 0
 
 
@@ -240,9 +238,9 @@ def test_engines_that_cannot_hold_one_sample_do_not_fit():
         max_tokens_per_gpu=8192, tensor_model_parallel_size=8, sequence_parallel=True, optimizer_cpu_offload=True,
         rollout_max_response_len=32000, **RECOMPUTE,
     )  # fmt: skip
-    plan = make_plan(config, CARDS["h100"], mean_prompt=200, mean_response=16000)
+    plan = plan_of(config, "h100", 200, 16000)
     assert not plan.fits and "an engine's cache holds" in plan.problems[0]
-    changes = changes_that_fit(config, CARDS["h100"], mean_prompt=200, mean_response=16000)
+    changes = changes_that_fit(config, CARDS["h100"], plan.workload)
     assert any("--rollout-num-gpus-per-engine" in change.flags for change in changes)
 
 
@@ -440,8 +438,8 @@ def test_what_a_run_would_be_refused_for_is_not_planned(extra, capsys):
 
 def test_engines_that_others_run_are_left_as_they_are():
     config = config_of("qwen3-4B", rollout_external_urls=["http://a:1", "http://b:1"], sglang_mem_fraction_static=0.3)
-    plan = make_plan(config, CARDS["h200"], mean_prompt=256, mean_response=4000)
-    changes = changes_that_speed_up(config, CARDS["h200"], plan.time.total, mean_prompt=256, mean_response=4000)
+    plan = plan_of(config, "h200", 256, 4000)
+    changes = changes_that_speed_up(config, CARDS["h200"], plan.workload, plan.time.total)
     assert plan.fits and not any("engine" in change.flags or "sglang" in change.flags for change in changes)
 
 
@@ -455,7 +453,17 @@ def test_an_engines_cards_are_of_one_host_whatever_hosts_the_trainer_has():
 def test_a_cache_of_limited_tokens_takes_their_bytes_and_must_hold_a_sample():
     """Qwen3-4B: 36 layers of 8 key and 8 value heads of 128 in bf16, half of them on each of two GPUs."""
     engine = dict(rollout_num_gpus_per_engine=2, sglang_max_total_tokens=1000, rollout_max_response_len=2000)
-    plan = make_plan(config_of("qwen3-4B", **engine), CARDS["h100"], mean_prompt=100, mean_response=500)
+    plan = plan_of(config_of("qwen3-4B", **engine), "h100", 100, 500)
     assert plan.engine is not None
     assert (plan.engine.kv_tokens, plan.engine.kv_cache) == (1000, 1000 * 36 * 2 * 8 * 128 * 2 // 2)
     assert "an engine's cache holds 1,000 tokens" in plan.problems[-1]
+
+
+def test_json_and_page_call_the_further_model_by_its_name(capsys):
+    flags = [*flags_of("qwen3-4B"), "--rollout-batch-size", "32", "--debug-train-only", "--advantage-estimator", "ppo"]
+    main(["plan", "--json", *flags])
+    found = json.loads(capsys.readouterr().out)
+    assert found["trainer"]["critic"] > 0 and found["time"]["critic"] > 0
+    main(["plan", *flags])
+    page = capsys.readouterr().out
+    assert page.count("\n  critic ") == 2 and "others" not in page + json.dumps(found)

@@ -13,6 +13,8 @@ from types import ModuleType
 import pandas as pd
 import pytest
 
+from slime_retool.errors import ConfigError
+
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
 
 
@@ -234,7 +236,7 @@ def test_the_same_seed_writes_the_same_weights_and_tokenizer(checkpoint: Path, t
     assert other != (checkpoint / "model.safetensors").read_bytes()
 
 
-def test_stages_of_another_comparison_are_refused_and_of_the_same_one_kept(tmp_path, monkeypatch, capsys):
+def test_stages_of_another_comparison_are_refused_and_of_the_same_one_kept(tmp_path, monkeypatch):
     done: list[str] = []
     monkeypatch.setattr(compare.Comparison, "_stage", lambda self, name, command: _make_folders(self.out, name, done))
     monkeypatch.setattr(compare.Comparison, "_write_inputs", lambda self, rows: _make_folders(self.out, "data", done))
@@ -245,18 +247,17 @@ def test_stages_of_another_comparison_are_refused_and_of_the_same_one_kept(tmp_p
     compare.Comparison(tmp_path, 1, compare.SHORT).compare(["grpo", "ppo"])
     assert done == ["data", "convert", "sft", "grpo", "ppo"]
     for seed, size in ((2, compare.SHORT), (1, compare.FULL)):
-        with pytest.raises(SystemExit):
+        with pytest.raises(ConfigError, match=f"{tmp_path} holds stages of another comparison"):
             compare.Comparison(tmp_path, seed, size).compare(["grpo"])
-        assert f"{tmp_path} holds stages of another comparison" in capsys.readouterr().err
 
 
-def test_the_quickstart_deletes_nothing_but_what_an_earlier_one_wrote(tmp_path, capsys):
+def test_the_quickstart_deletes_nothing_but_what_an_earlier_one_wrote(tmp_path):
     mine = tmp_path / "mine" / "data" / "rows.jsonl"
     mine.parent.mkdir(parents=True)
     mine.write_text("{}")
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/mine holds files of something else"):
         compare.Quickstart(tmp_path / "mine", 1, compare.SHORT)._clean()
-    assert mine.exists() and f"{tmp_path}/mine holds files of something else" in capsys.readouterr().err
+    assert mine.exists()
     for _ in range(2):
         compare.Quickstart(tmp_path / "new", 1, compare.SHORT)._clean()
         assert not (tmp_path / "new" / "data").exists()

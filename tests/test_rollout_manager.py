@@ -57,6 +57,15 @@ def test_the_position_in_the_data_is_saved_and_restored(tmp_path):
         assert second.data.next_groups(1)[0][0].prompt == expected == "row 2"
 
 
+@pytest.mark.parametrize(("given", "expected"), [({"num_epoch": 3}, 5), ({"num_rollout": 2}, 2)])
+def test_an_epoch_has_as_many_rollouts_as_its_rows_need(given, expected, tmp_path):
+    """3 epochs of 6 rows in rollouts of 4 prompts: the last one reaches into a fourth epoch."""
+    config = make_config(tmp_path, rollout_batch_size=4, **given)
+    with RolloutManager(config, tokenizer=CharTokenizer()) as manager:
+        assert manager.config.num_rollout == manager._context.config.num_rollout == expected
+    assert config.num_rollout == given.get("num_rollout")
+
+
 def test_an_error_of_the_rollout_function_is_raised_to_the_caller(tmp_path):
     with RolloutManager(make_config(tmp_path, "rollout_that_fails"), tokenizer=CharTokenizer()) as manager:
         with pytest.raises(KeyError, match="a mistake of the user"):

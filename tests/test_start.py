@@ -6,6 +6,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from megatron_bridge.checkpoint import LATEST_FILE
 from slime_retool import train
 from slime_retool.cluster import cluster
 from slime_retool.commands import eval as evaluation
+from slime_retool.config import Config
 from slime_retool.engine import flag_check
 from slime_retool.errors import CheckpointError, ConfigError, DataError, RolloutError, SaveError
 from slime_retool.rollout import manager
@@ -56,8 +58,8 @@ class Start:
 class Part:
     """Stands for `Cluster` and `RolloutManager`."""
 
-    def __init__(self, name: str, start: Start) -> None:
-        self.name, self.start, self.num_rows = name, start, 1
+    def __init__(self, name: str, start: Start, config: Config | None = None) -> None:
+        self.name, self.start, self.config = name, start, config
 
     def __enter__(self) -> Part:
         self.start.events.append(f"{self.name} starts")
@@ -71,7 +73,7 @@ class Part:
 
     @property
     def engines(self) -> SimpleNamespace:
-        return SimpleNamespace(start=self.run, start_router=lambda urls: "")
+        return SimpleNamespace(start=self.run, start_router=lambda urls: "", checked=nullcontext)
 
     def run(self) -> list[str]:
         self.start.events.append("trainers and engines")
@@ -91,11 +93,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(flag_check, "PARSE_TIMEOUT", 30.0)
     monkeypatch.setattr(cluster, "Cluster", lambda config: Part("Ray", start))
     for module in (manager, evaluation):
-        monkeypatch.setattr(module, "RolloutManager", lambda config: Part("rollout", start))
+        monkeypatch.setattr(module, "RolloutManager", lambda config: Part("rollout", start, config))
     monkeypatch.setattr(train, "Loop", lambda *_: Part("loop", start))
     handler = signal.getsignal(signal.SIGTERM)
     yield start
-    signal.signal(signal.SIGTERM, handler)
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert start.asking() == {}
 
 

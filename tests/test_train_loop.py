@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 
 from megatron_bridge import convert
 from megatron_bridge.checkpoint import checkpoint_name, write_latest
+from slime_retool.cluster.engines import Engines
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError
-from slime_retool.metrics import Metrics, read_metrics
-from slime_retool.train import Loop, trackers_of
+from slime_retool.metrics import open_metrics, read_metrics
+from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
 
 
@@ -41,7 +43,7 @@ class Parts:
     @property
     def trainers(self) -> SimpleNamespace:
         return SimpleNamespace(
-            start=lambda: (self.first, {}),
+            start=lambda num_rollout: (self.first, {}),
             train=lambda batch, rollout_id: self.train(batch, rollout_id),
             save=lambda rollout_id, extra: self.save(rollout_id, extra),
             connect_engines=self.nothing,
@@ -49,9 +51,11 @@ class Parts:
 
     @property
     def engines(self) -> SimpleNamespace:
-        return SimpleNamespace(
+        engines = SimpleNamespace(
             launch=self.nothing, start=list, start_router=self.nothing, memory=dict, check=self.check
         )
+        engines.checked = partial(Engines.checked, engines)
+        return engines
 
     def update_weights(self) -> int:
         return 1
@@ -73,12 +77,9 @@ MODEL = {
 
 def loop(tmp_path: Path, parts: Parts, **values: Any) -> Loop:
     folders = {"save": str(tmp_path / "new"), "load": str(tmp_path / "old"), "save_hf": str(tmp_path / "hf")}
-    config = Config(
-        hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, num_rollout=2, **MODEL, **folders
-    )  # fmt: skip
-    for name, value in values.items():
-        setattr(config, name, value)
-    return Loop(config, parts, parts, Metrics(trackers_of(config)))
+    values = MODEL | folders | {"num_rollout": 2} | values
+    config = Config(hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, **values)
+    return Loop(config, parts, parts, open_metrics(tmp_path))
 
 
 @pytest.mark.parametrize("when", [{"eval_interval": 1}, {}], ids=["evaluation", "rollout"])
@@ -138,7 +139,7 @@ def test_old_checkpoints_go_when_the_new_ones_of_actor_and_critic_are_there(tmp_
 def test_checkpoints_that_will_not_fit_are_told_of_at_the_start(keep, free, warned, tmp_path, monkeypatch, caplog):
     run = loop(tmp_path, SavingParts(tmp_path / "new"), num_rollout=7, save_interval=2, save_keep=keep, save_hf=None)
     size = run._config.checkpoint_bytes()
-    monkeypatch.setattr("slime_retool.train.free_bytes", lambda folder: int(free * size))
+    monkeypatch.setattr("slime_retool.config.schedule.free_bytes", lambda folder: int(free * size))
     run.run()
     assert ("4 checkpoints of" in caplog.text and "--save-keep N" in caplog.text) == warned
 

@@ -20,6 +20,7 @@ from typing import Any
 from prepare import convert_command
 from run import FULL, SHORT, Quickstart
 
+from slime_retool.errors import ConfigError, run_command
 from slime_retool.metrics import read_metrics
 
 ALGORITHMS: dict[str, list[str]] = {
@@ -65,12 +66,9 @@ class Comparison(Quickstart):
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
         changed = [f"{name} {before[name]}, now {value}" for name, value in settings.items() if before[name] != value]
         if changed:
-            print(
-                f"error: {self.out} holds stages of another comparison ({'; '.join(changed)}); "
-                "give another --output-dir",
-                file=sys.stderr,
+            raise ConfigError(
+                f"{self.out} holds stages of another comparison ({'; '.join(changed)}); give another --output-dir"
             )
-            raise SystemExit(2)
         file.write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     def _once(self, folder: str, work: Any) -> None:
@@ -163,4 +161,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("compare.py", main))

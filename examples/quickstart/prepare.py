@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACKER = "latest_checkpointed_iteration.txt"
-"""The last file of a torch_dist checkpoint to be written."""
 
 
 def write_inputs(out: Path, *, seed: int, sft_rows: int, rl_rows: int, eval_rows: int) -> None:
@@ -46,7 +44,9 @@ def convert_command(out: Path) -> list[str]:
 
 def prepare(out: Path, *, seed: int, sft_rows: int, rl_rows: int, eval_rows: int) -> None:
     """Everything that a run on the tiny model starts from."""
-    if (out / "data" / "eval.jsonl").exists() and (out / "base_torch_dist" / TRACKER).exists():
+    from megatron_bridge.checkpoint import exists
+
+    if (out / "data" / "eval.jsonl").exists() and exists(out / "base_torch_dist"):
         return
     out.mkdir(parents=True, exist_ok=True)
     write_inputs(out, seed=seed, sft_rows=sft_rows, rl_rows=rl_rows, eval_rows=eval_rows)

@@ -26,6 +26,7 @@ from typing import Any
 
 from prepare import convert_command, model_flags, write_inputs
 
+from slime_retool.errors import ConfigError, run_command
 from slime_retool.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
@@ -85,8 +86,7 @@ class Quickstart:
     def _clean(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         if any(self.out.iterdir()) and not (self.out / MARK).exists():
-            print(f"error: --output-dir {self.out} holds files of something else; name a new folder", file=sys.stderr)
-            raise SystemExit(2)
+            raise ConfigError(f"--output-dir {self.out} holds files of something else; name a new folder")
         (self.out / MARK).touch()
         for name in OWNED:
             path = self.out / name
@@ -246,14 +246,15 @@ def plot(path: Path, sft: list[dict[str, Any]], rl: list[dict[str, Any]], picked
     pyplot.close(figure)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Convert, SFT, RL and evaluation of a tiny model on this machine.")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"), help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, data and sampling (default: %(default)s)")
     parser.add_argument("--short", action="store_true", help="a few steps of each stage: a check, not a result")
     args = parser.parse_args()
     Quickstart(args.output_dir.resolve(), args.seed, SHORT if args.short else FULL).run()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command("run.py", main))

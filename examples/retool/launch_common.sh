@@ -31,6 +31,59 @@ use_model() {
   fi
 }
 
+# checkpoints HF SAVE INTERVAL: CKPT_ARGS of a run that starts from MODEL_ROOT/HF and saves to MODEL_ROOT/SAVE, unless
+# HF_CHECKPOINT, REF_LOAD, SAVE_DIR or LOAD_DIR say otherwise.
+checkpoints() {
+  HF_CHECKPOINT="${HF_CHECKPOINT:-${MODEL_ROOT}/$1}"
+  REF_LOAD="${REF_LOAD:-${HF_CHECKPOINT}_torch_dist}"
+  SAVE_DIR="${SAVE_DIR:-${MODEL_ROOT}/$2}"
+  # A run that stopped goes on from what it saved; an empty folder starts from REF_LOAD.
+  LOAD_DIR="${LOAD_DIR:-${SAVE_DIR}}"
+  CKPT_ARGS=(
+    --hf-checkpoint "${HF_CHECKPOINT}"
+    --ref-load "${REF_LOAD}"
+    --load "${LOAD_DIR}"
+    --save "${SAVE_DIR}"
+    --save-interval "$3"
+  )
+}
+
+# What every SFT run on ReTool traces is.
+SFT_ARGS=(
+  --rollout-function-path slime_retool.rollout.sft_rollout.generate_rollout
+  --input-key messages
+  --tool-key tools
+  --rollout-shuffle
+
+  --loss-type sft_loss
+  --calculate-per-token-loss
+  --disable-compute-advantages-and-returns
+  --debug-train-only
+)
+
+# What every RL run with ReTool's tools and rewards is.
+RL_ARGS=(
+  --colocate
+  --input-key prompt
+  --label-key label
+  --apply-chat-template
+  --rollout-shuffle
+  --rollout-temperature 1
+
+  --custom-generate-function-path generate_with_retool.generate
+  --custom-rm-path generate_with_retool.reward_func
+  --reward-key score
+)
+
+# Activations are made again in the backward pass; a micro-batch is filled up to --max-tokens-per-gpu.
+MEMORY_ARGS=(
+  --recompute-granularity full
+  --recompute-method uniform
+  --recompute-num-layers 1
+
+  --use-dynamic-batch-size
+)
+
 # length FLAG VALUE: how long the run is.
 length() {
   LENGTH_ARGS=("$@")
@@ -43,7 +96,7 @@ length() {
 launch() {
   local group="$1"
   shift
-  # Every run has a folder of its own: figures of SFT and of RL in one metrics.jsonl would pass for one run.
+  # Every run has a folder of its own: metrics of SFT and of RL in one metrics.jsonl would pass for one run.
   local output=(--output-dir "${SAVE_DIR}/output")
   local cluster=(
     --actor-num-nodes "${NUM_NODES}"

@@ -8,48 +8,20 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/launch_common.sh"
 TINY_DATA=sft.parquet
 use_model qwen2.5-32B
 length --num-epoch 6
-
-HF_CHECKPOINT="${HF_CHECKPOINT:-${MODEL_ROOT}/Qwen2.5-32B-Instruct}"
-REF_LOAD="${REF_LOAD:-${HF_CHECKPOINT}_torch_dist}"
-SAVE_DIR="${SAVE_DIR:-${MODEL_ROOT}/Qwen2.5-32B-Instruct_sft}"
-LOAD_DIR="${LOAD_DIR:-${SAVE_DIR}}"
-PROMPT_DATA="${PROMPT_DATA:-${DATA_ROOT}/retool/ReTool-SFT.parquet}"
+checkpoints Qwen2.5-32B-Instruct Qwen2.5-32B-Instruct_sft 62
 NUM_NODES="${NUM_NODES:-2}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 
-CKPT_ARGS=(
-  --hf-checkpoint "${HF_CHECKPOINT}"
-  --ref-load "${REF_LOAD}"
-  --load "${LOAD_DIR}"
-  --save "${SAVE_DIR}"
-  --save-interval 62
-)
-
-SFT_ARGS=(
-  --rollout-function-path slime_retool.rollout.sft_rollout.generate_rollout
-  --prompt-data "${PROMPT_DATA}"
-  --input-key messages
-  --tool-key tools
-  --rollout-shuffle
+DATA_ARGS=(
+  --prompt-data "${PROMPT_DATA:-${DATA_ROOT}/retool/ReTool-SFT.parquet}"
   --rollout-batch-size 32
   --global-batch-size 32
   --rollout-max-context-len 16384
-
-  --loss-type sft_loss
-  --calculate-per-token-loss
-  --disable-compute-advantages-and-returns
-  --debug-train-only
 )
 
 PERF_ARGS=(
   --tensor-model-parallel-size 8
   --sequence-parallel
-
-  --recompute-granularity full
-  --recompute-method uniform
-  --recompute-num-layers 1
-
-  --use-dynamic-batch-size
   --max-tokens-per-gpu 16384
 )
 
@@ -63,5 +35,7 @@ OPTIMIZER_ARGS=(
   --adam-beta2 0.95
 )
 
-RUN_ARGS=("${CKPT_ARGS[@]}" "${SFT_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}")
+RUN_ARGS=(
+  "${CKPT_ARGS[@]}" "${SFT_ARGS[@]}" "${MEMORY_ARGS[@]}" "${DATA_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}"
+)
 launch qwen2.5-32B-retool-sft "$@"

@@ -6,40 +6,17 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch_common.sh"
 
 TINY_DATA=rl.jsonl
-MODEL_ARGS_ROTARY_BASE=5000000  # the 2507 models' value
-use_model qwen3-4B
+use_model qwen3-4B-Instruct-2507
 length --num-rollout 3000
-
-HF_CHECKPOINT="${HF_CHECKPOINT:-${MODEL_ROOT}/qwen3-4b-sft}"
-REF_LOAD="${REF_LOAD:-${HF_CHECKPOINT}_torch_dist}"
-SAVE_DIR="${SAVE_DIR:-${MODEL_ROOT}/qwen3-4b-sft_rl}"
-# A run that stopped goes on from what it saved; an empty folder starts from REF_LOAD.
-LOAD_DIR="${LOAD_DIR:-${SAVE_DIR}}"
-PROMPT_DATA="${PROMPT_DATA:-${DATA_ROOT}/dapo-math-17k/dapo-math-17k.jsonl}"
-EVAL_DATA="${EVAL_DATA:-${DATA_ROOT}/aime-2024/aime-2024.jsonl}"
+checkpoints qwen3-4b-sft qwen3-4b-sft_rl 20
 NUM_NODES="${NUM_NODES:-1}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-4}"
 
-CKPT_ARGS=(
-  --hf-checkpoint "${HF_CHECKPOINT}"
-  --ref-load "${REF_LOAD}"
-  --load "${LOAD_DIR}"
-  --save "${SAVE_DIR}"
-  --save-interval 20
-)
-
 ROLLOUT_ARGS=(
-  --colocate
-  --prompt-data "${PROMPT_DATA}"
-  --input-key prompt
-  --label-key label
-  --apply-chat-template
-  --rollout-shuffle
-  --reward-key score
+  --prompt-data "${PROMPT_DATA:-${DATA_ROOT}/dapo-math-17k/dapo-math-17k.jsonl}"
   --rollout-batch-size 32
   --n-samples-per-prompt 8
   --rollout-max-response-len 8192
-  --rollout-temperature 1
 
   --global-batch-size 256
   --balance-data
@@ -47,7 +24,7 @@ ROLLOUT_ARGS=(
 
 EVAL_ARGS=(
   --eval-interval 20
-  --eval-prompt-data aime "${EVAL_DATA}"
+  --eval-prompt-data aime "${EVAL_DATA:-${DATA_ROOT}/aime-2024/aime-2024.jsonl}"
   --n-samples-per-eval-prompt 16
   --eval-max-response-len 16384
   --eval-top-p 1
@@ -60,12 +37,6 @@ PERF_ARGS=(
   --context-parallel-size 1
   --expert-model-parallel-size 1
   --expert-tensor-parallel-size 1
-
-  --recompute-granularity full
-  --recompute-method uniform
-  --recompute-num-layers 1
-
-  --use-dynamic-batch-size
   --max-tokens-per-gpu 9216
 )
 
@@ -93,13 +64,8 @@ SGLANG_ARGS=(
   --sglang-mem-fraction-static 0.7
 )
 
-CUSTOM_ARGS=(
-  --custom-generate-function-path generate_with_retool.generate
-  --custom-rm-path generate_with_retool.reward_func
-)
-
 RUN_ARGS=(
-  "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" "${GRPO_ARGS[@]}"
-  "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${CUSTOM_ARGS[@]}"
+  "${CKPT_ARGS[@]}" "${RL_ARGS[@]}" "${MEMORY_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}"
+  "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}"
 )
 launch qwen3-4B-retool-rl "$@"

@@ -5,40 +5,16 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch_common.sh"
 
 TINY_DATA=sft.parquet
-MODEL_ARGS_ROTARY_BASE=5000000  # the 2507 models' value
-use_model qwen3-4B
+use_model qwen3-4B-Instruct-2507
 length --num-epoch 3
-
-HF_CHECKPOINT="${HF_CHECKPOINT:-${MODEL_ROOT}/Qwen3-4B-Instruct-2507}"
-REF_LOAD="${REF_LOAD:-${HF_CHECKPOINT}_torch_dist}"
-SAVE_DIR="${SAVE_DIR:-${MODEL_ROOT}/Qwen3-4B-Instruct-2507_sft}"
-# A run that stopped goes on from what it saved; an empty folder starts from REF_LOAD.
-LOAD_DIR="${LOAD_DIR:-${SAVE_DIR}}"
-PROMPT_DATA="${PROMPT_DATA:-${DATA_ROOT}/retool/ReTool-SFT.parquet}"
+checkpoints Qwen3-4B-Instruct-2507 Qwen3-4B-Instruct-2507_sft 1000
 NUM_NODES="${NUM_NODES:-1}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 
-CKPT_ARGS=(
-  --hf-checkpoint "${HF_CHECKPOINT}"
-  --ref-load "${REF_LOAD}"
-  --load "${LOAD_DIR}"
-  --save "${SAVE_DIR}"
-  --save-interval 1000
-)
-
-SFT_ARGS=(
-  --rollout-function-path slime_retool.rollout.sft_rollout.generate_rollout
-  --prompt-data "${PROMPT_DATA}"
-  --input-key messages
-  --tool-key tools
-  --rollout-shuffle
+DATA_ARGS=(
+  --prompt-data "${PROMPT_DATA:-${DATA_ROOT}/retool/ReTool-SFT.parquet}"
   --rollout-batch-size 128
   --global-batch-size 128
-
-  --loss-type sft_loss
-  --calculate-per-token-loss
-  --disable-compute-advantages-and-returns
-  --debug-train-only
 )
 
 PERF_ARGS=(
@@ -48,12 +24,6 @@ PERF_ARGS=(
   --context-parallel-size 1
   --expert-model-parallel-size 1
   --expert-tensor-parallel-size 1
-
-  --recompute-granularity full
-  --recompute-method uniform
-  --recompute-num-layers 1
-
-  --use-dynamic-batch-size
   --max-tokens-per-gpu 9216
 )
 
@@ -68,5 +38,7 @@ OPTIMIZER_ARGS=(
   --adam-beta2 0.95
 )
 
-RUN_ARGS=("${CKPT_ARGS[@]}" "${SFT_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}")
+RUN_ARGS=(
+  "${CKPT_ARGS[@]}" "${SFT_ARGS[@]}" "${MEMORY_ARGS[@]}" "${DATA_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}"
+)
 launch qwen3-4B-retool-sft "$@"

@@ -29,7 +29,7 @@ from slime_retool.data.leakage import EvaluationQuestions
 from slime_retool.data.math_prompts import INSTRUCTIONS, bare_question, with_instruction
 from slime_retool.data.questions import question_and_answer
 from slime_retool.data.readers import Row, read_rows, write_rows
-from slime_retool.errors import DataError, SlimeRetoolError
+from slime_retool.errors import DataError, SlimeRetoolError, run_command
 
 SCHEMAS = ("slime", "verl")
 
@@ -130,24 +130,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--evaluation-sets", nargs="+", default=[], metavar="FILE", help="leave out questions that these files hold"
     )
     args = parser.parse_args(argv)
-    try:
-        evaluation = evaluation_questions(args.evaluation_sets) if args.evaluation_sets else None
-        done = convert(
-            read_rows(args.input), Path(args.input).stem,
-            schema=args.schema, instruction=args.instruction, evaluation=evaluation,
-        )  # fmt: skip
-        if not done.rows:
-            raise DataError(f"{args.input}: every question is contradictory or leaked, nothing to write")
-        write_rows(args.output, done.rows)
-        for name, listed in (("contradictions", done.contradictions), ("leaked", done.leaked)):
-            list_file = Path(f"{args.output}.{name}.jsonl")
-            if listed:
-                write_rows(list_file, listed)
-            else:
-                list_file.unlink(missing_ok=True)
-    except SlimeRetoolError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(parser.prog, lambda: _write(args), mistakes=SlimeRetoolError)
+
+
+def _write(args: argparse.Namespace) -> int:
+    """Read, convert and write the rows."""
+    evaluation = evaluation_questions(args.evaluation_sets) if args.evaluation_sets else None
+    done = convert(
+        read_rows(args.input), Path(args.input).stem,
+        schema=args.schema, instruction=args.instruction, evaluation=evaluation,
+    )  # fmt: skip
+    if not done.rows:
+        raise DataError(f"{args.input}: every question is contradictory or leaked, nothing to write")
+    write_rows(args.output, done.rows)
+    for name, listed in (("contradictions", done.contradictions), ("leaked", done.leaked)):
+        list_file = Path(f"{args.output}.{name}.jsonl")
+        if listed:
+            write_rows(list_file, listed)
+        else:
+            list_file.unlink(missing_ok=True)
     checked = f", {len(done.leaked)} that an evaluation set holds left out" if evaluation is not None else ""
     print(
         f"{args.input}: {done.num_read} rows, {done.num_unique_prompts} unique prompts, "

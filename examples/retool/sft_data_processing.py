@@ -35,7 +35,7 @@ from tool_sandbox import SCHEMA
 from slime_retool.data.math_prompts import INSTRUCTIONS, with_instruction
 from slime_retool.data.messages import parse_messages
 from slime_retool.data.readers import Row, read_rows, split_slice, write_rows
-from slime_retool.errors import ConfigError, DataError, SlimeRetoolError
+from slime_retool.errors import ConfigError, DataError, SlimeRetoolError, run_command
 from slime_retool.sandbox import Sandbox, SandboxPolicy
 from slime_retool.sandbox.host.policy import ISOLATION_LEVELS
 from slime_retool.types import Message
@@ -194,27 +194,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tool-concurrency", type=int, default=16, help="blocks that run at once (default: %(default)s)"
     )
     args = parser.parse_args(argv)
-    try:
-        rows = load_rows(args.input)
-        converted, rejected = convert_rows(rows, args.instruction)
-        if args.verify_code:
-            policy = SandboxPolicy(args.sandbox_isolation, timeout=args.tool_timeout, concurrency=args.tool_concurrency)
-            for number, reason in asyncio.run(verify_rows(converted, policy)).items():
-                del converted[number]
-                rejected.append({"row": number, "reason": reason, "messages": rows[number - 1]["messages"]})
-        list_file = Path(f"{args.output}.rejected.jsonl")
-        if rejected:
-            write_rows(list_file, rejected)
-        else:
-            list_file.unlink(missing_ok=True)
-        for reason, count in Counter(row["reason"] for row in rejected).most_common():
-            print(f"left out {count}: {reason}")
-        if not converted:
-            raise DataError(f"none of {len(rejected)} rows can be used; reasons in {list_file}")
-        write_rows(args.output, converted.values())
-    except SlimeRetoolError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(parser.prog, lambda: _write(args), mistakes=SlimeRetoolError)
+
+
+def _write(args: argparse.Namespace) -> int:
+    """Read, convert, verify and write the rows."""
+    rows = load_rows(args.input)
+    converted, rejected = convert_rows(rows, args.instruction)
+    if args.verify_code:
+        policy = SandboxPolicy(args.sandbox_isolation, timeout=args.tool_timeout, concurrency=args.tool_concurrency)
+        for number, reason in asyncio.run(verify_rows(converted, policy)).items():
+            del converted[number]
+            rejected.append({"row": number, "reason": reason, "messages": rows[number - 1]["messages"]})
+    list_file = Path(f"{args.output}.rejected.jsonl")
+    if rejected:
+        write_rows(list_file, rejected)
+    else:
+        list_file.unlink(missing_ok=True)
+    for reason, count in Counter(row["reason"] for row in rejected).most_common():
+        print(f"left out {count}: {reason}")
+    if not converted:
+        raise DataError(f"none of {len(rejected)} rows can be used; reasons in {list_file}")
+    write_rows(args.output, converted.values())
     listed = f", listed in {list_file}" if rejected else ""
     print(f"{args.output}: {len(converted)} rows written, {len(rejected)} left out{listed}")
     return 0

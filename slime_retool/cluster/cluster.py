@@ -1,7 +1,7 @@
 """Everything a run starts, owned in one place and ended whichever way the run ends.
 
 with Cluster(config) as cluster:
-    start, state = cluster.trainers.start()
+    start, state = cluster.trainers.start(num_rollout)
     urls = cluster.engines.start()
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from typing import Any
@@ -22,8 +23,10 @@ START_TIMED_OUT = "timed out during startup"
 def connect(config: Config) -> None:
     """Join the Ray cluster of --ray-address or RAY_ADDRESS, else start a private one that `ray.shutdown` ends.
 
-    Raises ConfigError when none answers there.
+    What this process does on SIGTERM stays; Ray puts a handler of its own there. Raises ConfigError when no cluster
+    answers.
     """
+    handler = signal.getsignal(signal.SIGTERM)
     env = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in _python_path() if p)}}
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
     # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
@@ -44,6 +47,8 @@ def connect(config: Config) -> None:
         logger.info("starting Ray")
         options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
         _start_private(options)
+    if signal.getsignal(signal.SIGTERM) is not handler:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _start_private(options: dict[str, Any]) -> None:

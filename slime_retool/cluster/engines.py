@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -15,7 +16,7 @@ from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
-from slime_retool.errors import ConfigError, WeightUpdateError
+from slime_retool.errors import ConfigError, SlimeRetoolError, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,15 @@ class Engines:
         results(call(self._actors, "check"))
         if self._router is not None and not self._router.alive:
             raise ServerError(f"the router has died. The end of its log:\n{self._router.log_tail()}")
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Where samples failed, an engine or a router that died says more."""
+        try:
+            yield
+        except SlimeRetoolError:
+            self.check()
+            raise
 
     def memory(self) -> dict[str, float]:
         """`memory/engine_*`: what one worker of an engine holds while it generates, the largest of all engines.

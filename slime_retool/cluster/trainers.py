@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -46,9 +47,13 @@ class Trainers:
         self._config, self._slots, self._several_hosts = config, slots, several_hosts
         self._groups: list[TrainerGroup] = []
 
-    def start(self) -> tuple[int, dict[str, Any]]:
-        """Start every rank and load weights. Returns (first rollout's number, state saved with it)."""
-        for (roles, config), slots in zip(self._config.trainer_groups, self._slots, strict=True):
+    def start(self, num_rollout: int) -> tuple[int, dict[str, Any]]:
+        """Start every rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
+
+        Returns (first rollout's number, state saved with it).
+        """
+        groups = replace(self._config, num_rollout=num_rollout).trainer_groups
+        for (roles, config), slots in zip(groups, self._slots, strict=True):
             self._groups.append(TrainerGroup(config, slots, roles, several_hosts=self._several_hosts))
         return results([ref for group in self._groups for ref in group.start()])[0]
 

@@ -18,9 +18,10 @@ from slime_retool.data.messages import parse_messages, parse_tools
 from slime_retool.data.questions import question_and_answer
 from slime_retool.data.readers import Row, read_rows
 from slime_retool.data.rendering import load_tokenizer, render_prompt, tokenize_conversation
-from slime_retool.errors import DataError, SlimeRetoolError
+from slime_retool.errors import DataError, SlimeRetoolError, run_command
 from slime_retool.reward import compute_score
 
+PROG = "slime-retool data check"
 MODES = ("dapo", "math_verify")
 SHOWN = 5
 
@@ -44,20 +45,20 @@ class Report:
     """Question -> its answers."""
 
     def summary(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {"file": self.file, "rows": self.rows, "failures": len(self.failures)}
+        found: dict[str, Any] = {"file": self.file, "rows": self.rows, "failures": len(self.failures)}
         if self.conversations:
-            figures["conversations"] = self.conversations
+            found["conversations"] = self.conversations
         if self.labels:
-            figures["unique_questions"] = len(self.labels)
-            figures["contradictory_questions"] = sum(len(found) > 1 for found in self.labels.values())
-            figures |= {f"own_answer_wrong_{mode}": count for mode, count in self.wrong.items()}
+            found["unique_questions"] = len(self.labels)
+            found["contradictory_questions"] = sum(len(answers) > 1 for answers in self.labels.values())
+            found |= {f"own_answer_wrong_{mode}": count for mode, count in self.wrong.items()}
         if self.lengths:
             ordered = sorted(self.lengths)
-            figures["tokens"] = sum(ordered)
-            figures |= {f"tokens_p{p}": ordered[round((len(ordered) - 1) * p / 100)] for p in (50, 95, 100)}
+            found["tokens"] = sum(ordered)
+            found |= {f"tokens_p{p}": ordered[round((len(ordered) - 1) * p / 100)] for p in (50, 95, 100)}
         if self.conversations and self.lengths:
-            figures["supervised_tokens"] = self.supervised
-        return figures
+            found["supervised_tokens"] = self.supervised
+        return found
 
 
 def check_file(path: str, tokenizer: Any = None) -> Report:
@@ -101,27 +102,24 @@ def _check_question(report: Report, row: Row, number: int, tokenizer: Any) -> No
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="slime-retool data check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl or .parquet; FILE@[a:b] for some of its rows")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of a Hugging Face tokenizer with a chat template")
     args = parser.parse_args(argv)
+    return run_command(PROG, lambda: _check(args.files, args.tokenizer), mistakes=SlimeRetoolError)
+
+
+def _check(files: Sequence[str], tokenizer_folder: str | None) -> int:
+    """Print a line of JSON for each file, and its first failures on stderr. Returns 1 when there are any."""
+    tokenizer = load_tokenizer(tokenizer_folder, "--tokenizer") if tokenizer_folder is not None else None
     failed = False
-    try:
-        tokenizer = load_tokenizer(args.tokenizer, "--tokenizer") if args.tokenizer is not None else None
-        for file in args.files:
-            report = check_file(file, tokenizer)
-            failed = failed or bool(report.failures)
-            print(json.dumps(report.summary(), ensure_ascii=False))
-            for failure in report.failures[:SHOWN]:
-                print(f"  {failure}", file=sys.stderr)
-            if len(report.failures) > SHOWN:
-                print(f"  and {len(report.failures) - SHOWN} more", file=sys.stderr)
-    except SlimeRetoolError as error:
-        print(f"slime-retool data check: error: {error}", file=sys.stderr)
-        return 2
+    for file in files:
+        report = check_file(file, tokenizer)
+        failed = failed or bool(report.failures)
+        print(json.dumps(report.summary(), ensure_ascii=False))
+        for failure in report.failures[:SHOWN]:
+            print(f"  {failure}", file=sys.stderr)
+        if len(report.failures) > SHOWN:
+            print(f"  and {len(report.failures) - SHOWN} more", file=sys.stderr)
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

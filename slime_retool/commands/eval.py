@@ -5,8 +5,8 @@
         --custom-generate-function-path generate_with_retool.generate \\
         --custom-rm-path generate_with_retool.reward_func --output-dir outputs/eval-sft
 
-Flags are those of `slime_retool.train`. Transcripts are written as samples end; the same command goes on where a
-stopped one was. Exit codes as in `slime_retool.train`.
+Flags are those of `slime_retool.train`; --help shows what an evaluation reads of them. Transcripts are written as
+samples end; the same command goes on where a stopped one was. Exit codes as in `slime_retool.train`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,32 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
 
 from slime_retool.config import Config, parse_config, resolve_device, validate
 from slime_retool.config.config import build_parser
+from slime_retool.config.groups import EvalArgs, SglangArgs, ToolArgs
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.errors import RolloutError, SlimeRetoolError, UserError
+from slime_retool.errors import run_command
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.statistics import powers_up_to
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime-retool eval"
 PROMPTS_AT_ONCE = 16
+READ = {
+    *(field.name for group in (EvalArgs, ToolArgs, SglangArgs) for field in fields(group)),
+    *("hf_checkpoint", "device", "rollout_num_gpus", "rollout_num_gpus_per_engine", "ray_address", "seed"),
+    *("input_key", "label_key", "tool_key", "metadata_key", "apply_chat_template"),
+    *("custom_generate_function_path", "custom_rm_path", "rm_type", "reward_timeout", "reward_key"),
+    *("shape_tool_use", "format_penalty", "rollout_max_response_len", "rollout_max_context_len"),
+    *("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids"),
+    *("rollout_request_timeout", "rollout_request_retries", "output_dir", "no_progress"),
+} - {"eval_interval", "skip_eval_before_train"}
+"""What an evaluation reads of a run's options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,106 +49,88 @@ def main(argv: Sequence[str] | None = None) -> int:
         PROG,
         usage=f"{PROG} --hf-checkpoint DIR --eval-prompt-data NAME FILE [NAME FILE ...] [--FLAG VALUE ...]",
         description="Measure a checkpoint, or with --eval-endpoint-url a model behind an API, on any number of sets. "
-        "Flags are those of slime_retool.train.",
+        "The other flags of `slime-retool train` are taken too, so that a run can be measured with its own.",
+        shown=READ,
     )
-    config = _as_evaluation(parse_config(argv, parser))
-    try:
-        validate_evaluation(config)
-        if config.eval_endpoint_url is None:
-            resolve_device(config)
-            validate(config)
-        signal.signal(signal.SIGTERM, _interrupt)
-        figures = _from_endpoint(config) if config.eval_endpoint_url is not None else _from_checkpoint(config)
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    except UserError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return 2
-    except SlimeRetoolError as error:
-        logger.error("%s: %s", type(error).__name__, error)
-        return 1
+    return run_command(
+        PROG,
+        lambda: _evaluate(_as_evaluation(parse_config(argv, parser))),
+        interrupted="interrupted; the same command goes on from here",
+    )
+
+
+def _evaluate(config: Config) -> int:
+    validate_evaluation(config)
+    if config.eval_endpoint_url is None:
+        resolve_device(config)
+        validate(config)
+    os.makedirs(config.output_dir, exist_ok=True)
+    metrics = _from_endpoint(config) if config.eval_endpoint_url is not None else _from_checkpoint(config)
     path = Path(config.output_dir) / "eval" / "figures.json"
-    path.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(table(config, figures))
+    path.write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(table(config, metrics))
     print(f"\nall figures: {path}\ntranscripts: slime-retool view {path.parent}/<set>_-00001.jsonl")
     return 0
 
 
-def _interrupt(signum: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def _as_evaluation(config: Config) -> Config:
     """What an evaluation leaves open of a run, filled in so that the same checks serve."""
-    config.debug_rollout_only, config.debug_train_only = True, False
-    config.eval_interval, config.num_rollout, config.num_epoch = 1, 0, None
-    # No batch is trained on: as many as any number of ranks divides, and as an engine's cache is to hold at once.
-    config.rollout_batch_size = config.rollout_batch_size or PROMPTS_AT_ONCE * config.world_size
-    if not config.prompt_data and config.eval_sets:
-        config.prompt_data = [config.eval_sets[0][1]]
-    config.input_key = config.eval_input_key or config.input_key
-    config.label_key = config.eval_label_key or config.label_key
-    return config
+    return replace(
+        config,
+        debug_rollout_only=True,
+        debug_train_only=False,
+        eval_interval=1,
+        num_rollout=0,
+        num_epoch=None,
+        # No batch is trained on: as many as any number of ranks divides, and as an engine's cache is to hold at once.
+        rollout_batch_size=config.rollout_batch_size or PROMPTS_AT_ONCE * config.world_size,
+        prompt_data=config.prompt_data or config.eval_prompt_data[1:2],
+        input_key=config.eval_input_key or config.input_key,
+        label_key=config.eval_label_key or config.label_key,
+    )
 
 
 def _from_checkpoint(config: Config) -> dict[str, float]:
     from slime_retool.cluster.cluster import Cluster
 
-    os.makedirs(config.output_dir, exist_ok=True)
-    with ServerFlagCheck(config) as check, Cluster(config) as cluster:
-        signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's start puts its own crash handler there
-        with RolloutManager(config) as rollout:
-            check.wait()
-            logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
-            rollout.connect(cluster.engines.start_router(cluster.engines.start()))
-            try:
-                return rollout.evaluate(resume=True)
-            except RolloutError:
-                cluster.engines.check()  # an engine that died says more
-                raise
+    with ServerFlagCheck(config) as check, Cluster(config) as cluster, RolloutManager(config) as rollout:
+        check.wait()
+        logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
+        rollout.connect(cluster.engines.start_router(cluster.engines.start()))
+        with cluster.engines.checked():
+            return rollout.evaluate(resume=True)
 
 
 def _from_endpoint(config: Config) -> dict[str, float]:
     assert config.eval_endpoint_url is not None and config.eval_endpoint_model is not None
-    os.makedirs(config.output_dir, exist_ok=True)
     key = os.environ.get(config.eval_endpoint_key_variable)
     with RolloutManager(config) as rollout:
         rollout.connect_endpoint(config.eval_endpoint_url, config.eval_endpoint_model, key)
         return rollout.evaluate(resume=True)
 
 
-def table(config: Config, figures: dict[str, float]) -> str:
+def table(config: Config, metrics: dict[str, float]) -> str:
     """One line per set. Where outages left some problem with fewer than n samples, a cell names the k it is for."""
     n = config.n_samples_per_eval_prompt
     columns = [
-        "set",
-        f"mean@{n}",
-        "95 % interval",
-        f"pass@{n}",
-        f"maj@{n}",
-        "turns",
-        "tokens",
-        "tool use",
-        "code ok",
-        "cut",
-    ]
+        "set", f"mean@{n}", "95 % interval", f"pass@{n}", f"maj@{n}", "turns", "tokens", "tool use", "code ok", "cut",
+    ]  # fmt: skip
     rows = [columns]
     for name, _ in config.eval_sets:
         core, aux, plain = f"val-core/{name}", f"val-aux/{name}", f"eval/{name}"
-        k = next((k for k in reversed(powers_up_to(n)) if f"{aux}/acc/pass@{k}" in figures), None)
+        k = next((k for k in reversed(powers_up_to(n)) if f"{aux}/acc/pass@{k}" in metrics), None)
         of_fewer = "" if k in (None, n) else f" (k={k})"
         rows.append([
             name,
-            _percent(figures[f"{core}/acc/mean@{n}"]),
-            f"{_percent(figures[f'{aux}/acc/mean@{n}/low'])} to {_percent(figures[f'{aux}/acc/mean@{n}/high'])}",
-            _percent(figures.get(f"{aux}/acc/pass@{k}")) + of_fewer,
-            _percent(figures.get(f"{aux}/acc/maj@{k}")) + of_fewer,
-            f"{figures[f'{aux}/num_turns/mean']:.1f}",
-            f"{figures[f'{plain}/response_length']:.0f}",
-            _percent(figures[f"{plain}/tool_call_rate"]),
-            _percent(figures.get(f"{aux}/code/pass_rate")),
-            _percent(figures[f"{plain}/truncated"]),
+            _percent(metrics[f"{core}/acc/mean@{n}"]),
+            f"{_percent(metrics[f'{aux}/acc/mean@{n}/low'])} to {_percent(metrics[f'{aux}/acc/mean@{n}/high'])}",
+            _percent(metrics.get(f"{aux}/acc/pass@{k}")) + of_fewer,
+            _percent(metrics.get(f"{aux}/acc/maj@{k}")) + of_fewer,
+            f"{metrics[f'{aux}/num_turns/mean']:.1f}",
+            f"{metrics[f'{plain}/response_length']:.0f}",
+            _percent(metrics[f"{plain}/tool_call_rate"]),
+            _percent(metrics.get(f"{aux}/code/pass_rate")),
+            _percent(metrics[f"{plain}/truncated"]),
         ])  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     return "\n".join(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -112,7 +112,9 @@ class Config(
     def roles(self) -> list[Role]:
         """The models that are trained, the policy first."""
         policy = Role("actor", self)
-        return [policy, Role("critic", self.of_critic())] if self.uses_critic else [policy]
+        if not self.uses_critic:
+            return [policy]
+        return [policy, Role("critic", self.of_critic(), has_logits=False, apart=self._critic_processes is not None)]
 
     @property
     def trainer_groups(self) -> list[tuple[str, Config]]:
@@ -134,7 +136,7 @@ class Config(
         }
 
     def of_critic(self) -> Config:
-        """The options as the critic has them: its own learning rate and folders, no tied output layer, no adapters.
+        """The options as the critic has them: its own learning rate and folders, no adapters.
 
         Its folders are by default those called `critic` in the actor's.
         """
@@ -149,7 +151,6 @@ class Config(
             num_critic_only_steps=0,
             load=self.critic_load or (self.load and os.path.join(self.load, "critic")),
             save=self.critic_save or (self.save and os.path.join(self.save, "critic")),
-            untie_embeddings_and_output_weights=True,
             lora_rank=None,
         )
 
@@ -263,6 +264,10 @@ class Role:
     name: str
     config: Config
     """The run's options as this model has them: its learning rate, folders, adapters, and processes."""
+    has_logits: bool = True
+    """It predicts words. Otherwise one value for each token takes the place of the output layer."""
+    apart: bool = False
+    """It has processes of its own, which train while the policy's do."""
 
     def flag(self, actors: str) -> str:
         """The flag of this model's that is `actors` of the actor: --save, --critic-save."""
@@ -271,7 +276,7 @@ class Role:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint."""
-        return self.config.checkpoint_bytes(value_head=self.name == "critic")
+        return self.config.checkpoint_bytes(value_head=not self.has_logits)
 
 
 class _TrainParser(flags.OneLineParser):
@@ -298,10 +303,14 @@ def build_parser(
     *,
     usage: str = "python -m slime_retool.train --hf-checkpoint DIR --prompt-data FILE [--FLAG VALUE ...]",
     description: str = "Teach a language model to reason with tools: SFT and RL on Megatron-core and SGLang.",
+    shown: Container[str] | None = None,
 ) -> _TrainParser:
-    """The parser behind `python -m slime_retool.train --help`, and of the commands that take its flags."""
+    """The parser behind `python -m slime_retool.train --help`, and of the commands that take its flags.
+
+    It takes all of them; --help tells of the fields in `shown` (None: of all).
+    """
     parser = _TrainParser(prog=prog, usage=usage, description=description)
-    flags.add_flags(parser, Config)
+    flags.add_flags(parser, Config, shown)
     return parser
 
 

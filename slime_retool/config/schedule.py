@@ -1,11 +1,31 @@
-"""How long a learning-rate schedule is."""
+"""How long a run and its learning-rate schedule are, after which rollouts it saves and evaluates."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
+from megatron_bridge.arithmetic import GIB
 from slime_retool.config.config import Config
 from slime_retool.errors import ConfigError
+from slime_retool.run_folder import free_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def with_num_rollout(config: Config, num_rows: int) -> Config:
+    """`config` with --num-epoch counted in rollouts, now that an epoch is known to have `num_rows` prompts.
+
+    ConfigError when the schedule does not fit that many.
+    """
+    if config.num_epoch is None or config.num_rollout is not None:
+        return config
+    assert config.rollout_batch_size is not None
+    config = replace(config, num_rollout=math.ceil(config.num_epoch * num_rows / config.rollout_batch_size))
+    check_schedule(config)
+    return config
 
 
 def schedule_steps(config: Config, flag_of: Callable[[str], str] = str) -> tuple[int, int | None]:
@@ -39,7 +59,7 @@ def schedule_steps(config: Config, flag_of: Callable[[str], str] = str) -> tuple
 def check_schedule(config: Config) -> None:
     """Refuse (ConfigError) schedules that `schedule_steps` would refuse in the trainer, as soon as it can be known.
 
-    With --num-epoch that is once the data has been read and `num_rollout` follows from it.
+    With --num-epoch that is once the data has been read (`with_num_rollout`).
     """
     if config.debug_rollout_only or (config.num_rollout is None and config.lr_decay_iters is None):
         return
@@ -53,3 +73,32 @@ def _decay_steps(config: Config) -> int | None:
         return config.lr_decay_iters
     rollouts = config.num_rollout - config.policy_starts_at
     return (rollouts if rollouts > 0 else config.num_rollout) * config.steps_per_rollout
+
+
+def saves_after(config: Config, rollout_id: int) -> bool:
+    """Whether a checkpoint follows this rollout: every --save-interval, and at the end."""
+    return config.save is not None and _is_due(config, config.save_interval, rollout_id)
+
+
+def evaluates_after(config: Config, rollout_id: int) -> bool:
+    """Whether an evaluation follows this rollout: every --eval-interval, and at the end."""
+    return config.eval_interval is not None and _is_due(config, config.eval_interval, rollout_id)
+
+
+def _is_due(config: Config, interval: int | None, rollout_id: int) -> bool:
+    done = rollout_id + 1
+    return done == config.num_rollout or (interval is not None and done % interval == 0)
+
+
+def warn_of_room(config: Config, first: int) -> None:
+    """Warn when what is saved from rollout `first` on, of which nothing is deleted, takes more than is free."""
+    if config.save is None or config.save_keep is not None or config.debug_rollout_only:
+        return
+    assert config.num_rollout is not None
+    count = sum(saves_after(config, rollout_id) for rollout_id in range(first, config.num_rollout))
+    each, free = config.bytes_of_a_save, free_bytes(config.save)
+    if count * each > free:
+        logger.warning(
+            "--save %s: %d checkpoints of %.1f GiB are to come, %.1f GiB are free; --save-keep N deletes old ones",
+            config.save, count, each / GIB, free / GIB,
+        )  # fmt: skip

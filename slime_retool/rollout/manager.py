@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from slime_retool.config import Config
+from slime_retool.config.schedule import with_num_rollout
 from slime_retool.data.rendering import load_tokenizer
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
@@ -40,14 +41,15 @@ class RolloutManager:
     def __init__(self, config: Config, *, tokenizer: Any = None) -> None:
         """Load tokenizer (default: --hf-checkpoint's), data, evaluation sets and hooks, so that mistakes show now.
 
-        Raises ConfigError or DataError.
+        `config` is `self.config` from then on, with the number of rollouts that follows from the data. Raises
+        ConfigError or DataError.
         """
-        self.config = config
         if tokenizer is None and config.eval_endpoint_url is None:
             if config.hf_checkpoint is None:
                 raise ConfigError("--hf-checkpoint is required: its tokenizer renders the prompts")
             tokenizer = load_tokenizer(config.hf_checkpoint)
         self.data = PromptDataSource(config, tokenizer)
+        self.config = config = with_num_rollout(config, self.data.num_rows)
         self.eval_sets = load_eval_samples(config)
         self._rollout = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:
@@ -61,11 +63,6 @@ class RolloutManager:
         self._endpoint: ChatEndpoint | None = None
         self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
         self._held_out: dict[str, list[TrainSample]] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Prompts of one epoch."""
-        return self.data.num_rows
 
     def connect(self, router_url: str) -> None:
         """Generate through this router from now on."""

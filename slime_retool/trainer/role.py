@@ -307,8 +307,6 @@ def _transformer_config(config: Config, dtype: torch.dtype) -> Any:
         recompute_num_layers=config.recompute_num_layers,
         recompute_modules=config.recompute_modules,
         transformer_impl=config.transformer_impl,
-        # Token weights hold the denominator, so Megatron must sum micro-batches and replicas, not average.
-        calculate_per_token_loss=True,
     )
 
 

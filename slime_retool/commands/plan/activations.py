@@ -31,13 +31,13 @@ EXPERT_IMBALANCE = 1.2
 
 
 def element_bytes(config: Config) -> int:
-    """Of activations and weights."""
+    """Bytes of an element of activations and weights."""
     return FP32 if config.precision == "fp32" else BF16
 
 
-def splits_sequence(config: Config) -> bool:
-    """Whether norms and residuals are split over tensor-parallel ranks."""
-    return config.sequence_parallel and config.tensor_model_parallel_size > 1
+def sequence_split(config: Config) -> int:
+    """Tensor-parallel ranks over which norms and residuals are split."""
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
 def expert_imbalance(config: Config) -> float:
@@ -52,12 +52,11 @@ def mean_over_layers(model: ModelArgs, dense: float, mixture: float) -> float:
 
 def layer_input_bytes(config: Config) -> float:
     """The residual stream: what recomputation keeps of a layer, and what a pipeline stage sends on."""
-    split = config.tensor_model_parallel_size if splits_sequence(config) else 1
-    return element_bytes(config) * required(config, "hidden_size") / split
+    return element_bytes(config) * required(config, "hidden_size") / sequence_split(config)
 
 
 def layer_bytes(config: Config) -> float:
-    """Of one token in a mean layer, nothing recomputed."""
+    """Bytes of one token in a mean layer, nothing recomputed."""
     w, tp = widths(config), config.tensor_model_parallel_size
     attention = 2 * (w.queries + 2 * w.keys) + w.queries
     width = element_bytes(config)

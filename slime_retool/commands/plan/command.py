@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import json
-import sys
 from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 
 from megatron_bridge.arithmetic.cards import CARDS
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs, check_model
 from slime_retool.commands.plan.changes import changes_that_fit, changes_that_speed_up
-from slime_retool.commands.plan.plan import make_plan
+from slime_retool.commands.plan.plan import check_layout, make_plan
 from slime_retool.commands.plan.report import as_dict, as_text
+from slime_retool.commands.plan.workload import Workload
 from slime_retool.config.config import Config, build_parser, config_from_namespace
 from slime_retool.config.require import require
 from slime_retool.config.validate import check_limits
+from slime_retool.errors import run_command
 
 PROG = "slime-retool plan"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan. Returns 0 when the run fits, 1 when it does not, 2 for flags that cannot be planned."""
     parser = build_parser(
         PROG,
         usage=f"{PROG} [--card NAME] [--mean-prompt N] [--mean-response N] [--json] FLAGS of slime_retool.train",
-        description="Memory and time of a run from its flags alone: no GPU, no checkpoint, no data is touched.",
+        description="Memory and time of a run from its flags alone: no GPU, no checkpoint, no data is touched. FLAGS "
+        "are those of `slime-retool train`, whose --help lists them: the model (or --hf-checkpoint), parallel sizes, "
+        "batches, lengths, the algorithm and the engines count.",
+        shown=(),
     )
     group = parser.add_argument_group("Plan")
     group.add_argument("--card", choices=sorted(CARDS), default="h100", help="kind of GPU (default: %(default)s)")
@@ -34,39 +39,40 @@ def main(argv: Sequence[str]) -> int:
         "--mean-response", type=int, help="mean tokens of a response (default: half of --rollout-max-response-len)"
     )
     group.add_argument("--json", action="store_true", help="print JSON instead of a page")
-    parsed = parser.parse_args(argv)
+    return run_command(PROG, lambda: _plan(parser.parse_args(argv)), mistakes=ValueError)
+
+
+def _plan(parsed: argparse.Namespace) -> int:
     config = config_from_namespace(parsed)
-    card = CARDS[parsed.card]
-    mean_response = parsed.mean_response
+    mean_prompt, mean_response = parsed.mean_prompt, parsed.mean_response
     if mean_response is None:
         mean_response = max(1, config.rollout_max_response_len // 2)
-    try:
-        for flag, mean in (("--mean-prompt", parsed.mean_prompt), ("--mean-response", mean_response)):
-            require(mean >= 1, f"{flag} must be at least 1, got {mean}")
-        _complete(config)
-        lengths = {"mean_prompt": parsed.mean_prompt, "mean_response": mean_response}
-        plan = make_plan(config, card, **lengths)
-        changes = (
-            changes_that_speed_up(config, card, plan.time.total, **lengths)
-            if plan.fits
-            else changes_that_fit(config, card, **lengths)
-        )
-    except ValueError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return 2
+    for flag, mean in (("--mean-prompt", mean_prompt), ("--mean-response", mean_response)):
+        require(mean >= 1, f"{flag} must be at least 1, got {mean}")
+    config, card = _completed(config), CARDS[parsed.card]
+    check_layout(config)
+    workload = Workload.of_run(config, mean_prompt, mean_response)
+    plan = make_plan(config, card, workload)
+    if plan.fits:
+        changes = changes_that_speed_up(config, card, workload, plan.time.total)
+    else:
+        changes = changes_that_fit(config, card, workload)
     print(json.dumps(as_dict(plan, changes), indent=2) if parsed.json else as_text(plan, changes))
     return 0 if plan.fits else 1
 
 
-def _complete(config: Config) -> None:
-    """Fill in the model from --hf-checkpoint where no model flags were given. ValueError for what cannot be planned."""
-    config.device = "cuda"
-    given = ModelArgs(**{f.name: config.__dict__[f.name] for f in dataclasses.fields(ModelArgs)})
-    if given == ModelArgs() and config.hf_checkpoint is not None:
-        for name, value in dataclasses.asdict(model_args_from_hf(read_hf_config(config.hf_checkpoint))).items():
-            setattr(config, name, value)
-    elif given == ModelArgs():
-        raise ValueError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
+def _completed(config: Config) -> Config:
+    """The run on GPUs, with the model of --hf-checkpoint where no model flags were given.
+
+    ValueError for what cannot be planned.
+    """
+    given = ModelArgs(**{field.name: config.__dict__[field.name] for field in fields(ModelArgs)})
+    if given == ModelArgs():
+        if config.hf_checkpoint is None:
+            raise ValueError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
+        given = model_args_from_hf(read_hf_config(config.hf_checkpoint))
+    config = replace(config, device="cuda", **asdict(given))
     check_model(config)
     check_limits(config)
     require(not config.debug_rollout_only, "--debug-rollout-only trains nothing: a plan is of the run without it")
+    return config

@@ -34,7 +34,7 @@ TAIL_SHARE = 0.05
 
 
 def generate_seconds(config: Config, card: Card, workload: Workload) -> float:
-    """Until the last response of a rollout is there; tools are taken to answer at once."""
+    """Seconds until the last response of a rollout is there; tools are taken to answer at once."""
     if not config.num_engines:
         return 0.0
     workers = config.rollout_num_gpus_per_engine
@@ -96,4 +96,4 @@ def offload_seconds(config: Config, card: Card, trainer: TrainerMemory) -> float
     """Weights and optimizer state to the host and back, all GPUs of a host at once."""
     if not config.offloads_train:
         return 0.0
-    return 2 * (trainer.weights + trainer.optimizer + trainer.critic) / card.host_link
+    return 2 * (trainer.weights + trainer.optimizer + trainer.others) / card.host_link

@@ -15,7 +15,7 @@ under 1F1B, stage s of p has p - s of them (https://arxiv.org/abs/2104.04473, se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.arithmetic.cards import Card
@@ -33,11 +33,12 @@ from slime_retool.commands.plan.activations import (
     element_bytes,
     layer_backward_bytes,
     layer_input_bytes,
-    splits_sequence,
+    sequence_split,
     stage_activation_bytes,
 )
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
+from slime_retool.config.config import Role
 
 RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest: outside of what torch counts."""
@@ -56,8 +57,8 @@ class TrainerMemory:
     weights: int
     gradients: int
     optimizer: int
-    critic: int
-    """Weights, gradients and optimizer of a critic in the same processes; 0 for one that is apart."""
+    others: int
+    """Weights, gradients and optimizer of further models in the same processes."""
     activations: int
     logits: int
     """What a chunk of logits takes in the backward pass, beyond what a layer's backward takes anyway."""
@@ -68,7 +69,7 @@ class TrainerMemory:
     @property
     def allocated(self) -> int:
         """What torch counts: everything but the runtime."""
-        return self.weights + self.gradients + self.optimizer + self.critic + self.activations + self.logits
+        return self.weights + self.gradients + self.optimizer + self.others + self.activations + self.logits
 
     @property
     def total(self) -> int:
@@ -98,7 +99,7 @@ def fullest_micro_batch(config: Config, workload: Workload) -> float:
 
 
 def micro_batches(config: Config, workload: Workload) -> int:
-    """Of one optimizer step on one data-parallel rank."""
+    """Micro-batches of one optimizer step on one data-parallel rank."""
     samples = (config.global_batch_size or workload.samples) / config.data_parallel_size
     if not config.use_dynamic_batch_size or config.max_tokens_per_gpu is None:
         return max(1, -(-int(samples) // config.micro_batch_size))
@@ -116,55 +117,57 @@ def layers_of_stages(config: Config) -> list[int]:
 
 
 def trainer_memory(config: Config, workload: Workload) -> TrainerMemory:
-    """Of the fullest rank."""
-    stages = [stage_memory(config, workload, stage) for stage in range(config.pipeline_model_parallel_size)]
-    return max(stages, key=lambda memory: memory.total)
+    """Bytes on the fullest rank of the first model's processes."""
+    return _fullest([model for model in config.roles if not model.apart], workload)
 
 
-def stage_memory(config: Config, workload: Workload, stage: int) -> TrainerMemory:
-    """Of a rank of one pipeline stage."""
+def memory_apart(config: Config, workload: Workload) -> dict[str, int]:
+    """Bytes on the fullest GPU of each model that has processes of its own, by name."""
+    return {model.name: _fullest([model], workload).total for model in config.roles if model.apart}
+
+
+def _fullest(models: list[Role], workload: Workload) -> TrainerMemory:
+    stages = range(models[0].config.pipeline_model_parallel_size)
+    return max((stage_memory(models, workload, stage) for stage in stages), key=lambda memory: memory.total)
+
+
+def stage_memory(models: list[Role], workload: Workload, stage: int) -> TrainerMemory:
+    """Bytes on a rank of one pipeline stage, whose processes train `models`, one after the other."""
+    config = models[0].config
     pp, layers = config.pipeline_model_parallel_size, layers_of_stages(config)[stage]
     tokens = fullest_micro_batch(config, workload)
     in_flight = min(pp - stage, micro_batches(config, workload))
     kept, remade = stage_activation_bytes(config, layers)
-    # The embedding's (or the former stage's) output, and behind the last layer the final norm's input and output.
+    # The embedding's (or the former stage's) output, and after the last layer the final norm's input and output.
     ends = layer_input_bytes(config) * (1 + 2 * (stage == pp - 1))
     backward = tokens * (remade + layer_backward_bytes(config))
-    logits = _log_prob_bytes(config, tokens, workload.learned) if stage == pp - 1 else 0.0
-    weights, gradients, optimizer = _state_bytes(config, stage, layers)
-    on_host = _host_part(config, optimizer)
-    critic, critic_on_host = (0, 0)
-    for role in config.roles[1:] if len(config.trainer_groups) == 1 else ():
-        critic, critic_on_host = _value_model_bytes(role.config, stage, layers)
+    has_logits = models[0].has_logits and stage == pp - 1
+    logits = _log_prob_bytes(config, tokens, workload.learned) if has_logits else 0.0
+    first, *others = [_state_bytes(model, stage, layers) for model in models]
+    weights, gradients, optimizer, on_host = first
     return TrainerMemory(
         weights=weights,
         gradients=gradients,
-        optimizer=optimizer - on_host,
-        host_optimizer=on_host + critic_on_host,
-        critic=critic,
+        optimizer=optimizer,
+        host_optimizer=on_host + sum(host for *_, host in others),
+        others=sum(sum(on_device) for *on_device, _ in others),
         activations=int(in_flight * tokens * (kept + ends) + backward),
         logits=int(max(0.0, logits - backward)),
     )
 
 
-def own_group_memory(own: Config, workload: Workload) -> int:
-    """On the fullest GPU of a value model with these options and processes of its own: like the actor, without
-    logits."""
-    layers = layers_of_stages(own)
-    stages = range(own.pipeline_model_parallel_size)
-    held = [_value_model_bytes(own, s, layers[s])[0] + stage_memory(own, workload, s).activations for s in stages]
-    return max(held) + RUNTIME_BYTES
-
-
-def _host_part(config: Config, optimizer: int) -> int:
-    return round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
-
-
-def _state_bytes(config: Config, stage: int, layers: int, *, left_out: int = 0) -> tuple[int, int, int]:
-    """(weights, gradients, optimizer) of a rank that has so many parameters less than its part of a language model."""
+def _state_bytes(model: Role, stage: int, layers: int) -> tuple[int, int, int, int]:
+    """(weights, gradients, optimizer, optimizer on the host) of a rank of one pipeline stage with so many layers."""
+    config = model.config
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
-    parameters = stage_parameters(config, stage=stage, layers=layers, tp=tp, pp=pp, ep=ep, etp=etp) - left_out
+    sizes = {"stage": stage, "layers": layers, "tp": tp, "pp": pp, "ep": ep, "etp": etp}
+    if model.has_logits:
+        parameters = stage_parameters(config, **sizes)
+    else:  # an output layer of its own, which is not there
+        parameters = stage_parameters(replace(config, untie_embeddings_and_output_weights=True), **sizes)
+        if stage == pp - 1:
+            parameters -= padded_vocab_size(config, tp) // tp * required(config, "hidden_size")
     experts = all_expert_parameters(config) * layers // required(config, "num_layers") // (ep * etp)
     trained = parameters
     if config.lora is not None:
@@ -177,18 +180,9 @@ def _state_bytes(config: Config, stage: int, layers: int, *, left_out: int = 0) 
         stated = (trained - experts) // (config.data_parallel_size * config.context_parallel_size)
         stated += experts // max(1, config.world_size // (ep * etp * pp))
     main = (2 if config.use_precision_aware_optimizer else FP32) if bf16 else 0
-    return parameters * element_bytes(config), trained * gradient, stated * (2 * FP32 + main)
-
-
-def _value_model_bytes(config: Config, stage: int, layers: int) -> tuple[int, int]:
-    """(on the device, on the host): weights, gradients and optimizer of a model with one value per token in place of
-    the output layer."""
-    columns = padded_vocab_size(config, config.tensor_model_parallel_size) // config.tensor_model_parallel_size
-    last = stage == config.pipeline_model_parallel_size - 1
-    left_out = columns * required(config, "hidden_size") if last else 0
-    weights, gradients, optimizer = _state_bytes(config, stage, layers, left_out=left_out)
-    on_host = _host_part(config, optimizer)
-    return weights + gradients + optimizer - on_host, on_host
+    optimizer = stated * (2 * FP32 + main)
+    on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
+    return parameters * element_bytes(config), trained * gradient, optimizer - on_host, on_host
 
 
 def logits_bytes(config: Config, rows: float) -> float:
@@ -198,19 +192,19 @@ def logits_bytes(config: Config, rows: float) -> float:
 
 
 def kept_logits_share(config: Config, rows: float) -> float:
-    """Of the logits of a micro-batch with so many learned tokens, what --keep-logits-gib keeps."""
+    """Share of the logits of a micro-batch with so many learned tokens that --keep-logits-gib keeps."""
     return min(1.0, config.keep_logits_gib * GIB / max(1.0, logits_bytes(config, rows)))
 
 
 def _log_prob_bytes(config: Config, tokens: float, learned: float) -> float:
-    """Of `algo.log_probs` in its backward: a chunk's logits and their gradient, hidden states in four versions (the
-    learned rows, masked, their gradient, that of all rows), or, once the chunks are gone, zeros for the weight;
+    """Bytes of `algo.log_probs` in its backward: a chunk's logits and their gradient, hidden states in four versions
+    (the learned rows, masked, their gradient, that of all rows), or, once the chunks are gone, zeros for the weight;
     and all logits that are kept."""
     tp, width = config.tensor_model_parallel_size, element_bytes(config)
     columns, hidden = padded_vocab_size(config, tp) // tp, required(config, "hidden_size")
     rows = min(tokens * learned, LOGIT_CHUNK_BYTES / (FP32 * columns))
     chunk = rows * columns * (FP32 + (width if width != FP32 else 0))
-    gathered = tokens * hidden * width if splits_sequence(config) else 0.0
+    gathered = tokens * hidden * width if sequence_split(config) > 1 else 0.0
     zeros = 0 if config.lora is not None else columns * hidden * width
     kept = kept_logits_share(config, tokens * learned) * logits_bytes(config, tokens * learned)
     return kept + max(chunk, zeros) + tokens * hidden * width * (3 * learned + 1) + gathered
@@ -222,7 +216,7 @@ def kv_bytes_per_token(model: ModelArgs) -> int:
 
 
 def engine_memory(config: Config, card: Card) -> EngineMemory:
-    """SGLang takes --sglang-mem-fraction-static of the card for weights and cache."""
+    """SGLang takes --sglang-mem-fraction-static of the GPU's memory for weights and cache."""
     workers = config.rollout_num_gpus_per_engine
     fraction = config.sglang_mem_fraction_static or MEM_FRACTION
     weights = BF16 * stage_parameters(
@@ -243,7 +237,7 @@ def host_memory(config: Config, trainer: TrainerMemory) -> int:
     what leaves the device while engines generate, and the optimizer state that --optimizer-cpu-offload keeps there."""
     held = trainer.host_optimizer
     if config.offloads_train:
-        held += trainer.weights + trainer.optimizer + trainer.critic
+        held += trainer.weights + trainer.optimizer + trainer.others
     if config.needs_reference and config.lora is None:
         held += 2 * trainer.weights
     return held * config.actor_num_gpus_per_node

@@ -1,8 +1,8 @@
-"""What a run needs on one kind of card: memory of each GPU at its fullest moments, and seconds of each phase."""
+"""What a run needs on one kind of GPU: memory of each GPU at its fullest moments, and seconds of each phase."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.arithmetic.cards import Card
@@ -15,8 +15,8 @@ from slime_retool.commands.plan.memory import (
     TrainerMemory,
     engine_memory,
     host_memory,
+    memory_apart,
     micro_batches,
-    own_group_memory,
     trainer_memory,
 )
 from slime_retool.commands.plan.timing import forward_seconds, train_seconds
@@ -28,7 +28,7 @@ from slime_retool.config.parallel import check_parallel
 from slime_retool.config.validate import check_batches, check_precision
 
 USABLE_SHARE = 0.95
-"""Of a card's memory that a plan may fill: the allocator fragments, batches vary."""
+"""Share of a GPU's memory that a plan may fill: the allocator fragments, batches vary."""
 
 
 @dataclass(slots=True)
@@ -38,38 +38,39 @@ class StepTime:
     generate: float
     log_probs: float
     train: float
-    critic: float
+    """The first model's; `others` is the time that further ones add."""
+    others: float
     sync: float
     offload: float
 
     @property
     def total(self) -> float:
-        return self.generate + self.log_probs + self.train + self.critic + self.sync + self.offload
+        return self.generate + self.log_probs + self.train + self.others + self.sync + self.offload
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a run needs on one kind of card."""
+    """What a run needs on one kind of GPU."""
 
     parameters: int
     active_parameters: int
-    """Of those, what one token meets (all of them without experts)."""
+    """Those that one token meets (all of them without experts)."""
     gpus: int
-    """Of training, a critic apart and generation together."""
+    """GPUs of training and generation together."""
     card: Card
     trainer: TrainerMemory
     engine: EngineMemory | None
     moments: dict[str, int]
-    """Bytes on the fullest GPU while training (a critic apart too), generating, updating the engines."""
+    """Bytes on the fullest GPU while training (each group of processes), generating, updating the engines."""
     host: int
     """Page-locked bytes on each training host."""
     disk: int
-    """Bytes of one checkpoint, a critic's included."""
+    """Bytes of one checkpoint of all models."""
     time: StepTime
     workload: Workload
     micro_batches: int
     mfu: float
-    """Of the training phase, counted as `perf/train_mfu` is."""
+    """The training phase's, counted as `perf/train_mfu` is."""
     problems: list[str]
     """Why it does not fit; empty when it does."""
 
@@ -83,12 +84,11 @@ class Plan:
         return not self.problems
 
 
-def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: float) -> Plan:
-    """Raises ConfigError for a layout that cannot be built."""
-    check_layout(config)
-    workload = Workload.of_run(config, mean_prompt, mean_response)
+def make_plan(config: Config, card: Card, workload: Workload) -> Plan:
+    """The plan of a run that `check_layout` accepts."""
     trainer, engine, moments = memory_of_moments(config, card, workload)
     time = _step_time(config, card, workload, trainer)
+    trainer_gpus = config.world_size + sum(model.config.world_size for model in config.roles if model.apart)
     engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine
     length = workload.attended
     of_sequence = model_flops(config, [length], training=True, logit_tokens=length * workload.learned, lora=config.lora)
@@ -96,7 +96,7 @@ def make_plan(config: Config, card: Card, *, mean_prompt: float, mean_response: 
     return Plan(
         parameters=total_parameters(config),
         active_parameters=active_parameters(config),
-        gpus=sum(group.world_size for _, group in config.trainer_groups) + (0 if config.colocate else engine_gpus),
+        gpus=trainer_gpus + (0 if config.colocate else engine_gpus),
         card=card,
         trainer=trainer,
         engine=engine,
@@ -128,8 +128,7 @@ def memory_of_moments(
     trainer = trainer_memory(config, workload)
     engine = engine_memory(config, card) if config.num_engines else None
     moments = _moments(config, trainer, engine)
-    for role in config.roles[1:] if len(config.trainer_groups) > 1 else ():
-        moments[f"training the {role.name}"] = own_group_memory(role.config, workload)
+    moments |= {f"training the {name}": held for name, held in memory_apart(config, workload).items()}
     return trainer, engine, moments
 
 
@@ -138,7 +137,7 @@ def _moments(config: Config, trainer: TrainerMemory, engine: EngineMemory | None
         return {"training": trainer.total}
     if not config.colocate:
         return {"training": trainer.total, "generating": engine.total}
-    state = trainer.weights + trainer.gradients + trainer.optimizer + trainer.critic
+    state = trainer.weights + trainer.gradients + trainer.optimizer + trainer.others
     sleeping = ENGINE_RUNTIME_BYTES if config.offloads_rollout else engine.total
     buckets = 2 * config.update_weight_buffer_size
     moments = {
@@ -169,18 +168,17 @@ def find_problems(card: Card, workload: Workload, engine: EngineMemory | None, m
 
 def _step_time(config: Config, card: Card, workload: Workload, trainer: TrainerMemory) -> StepTime:
     passes = int(config.recomputes_log_probs) + int(config.needs_reference)
-    critic, train = 0.0, train_seconds(config, card, workload)
-    for role in config.roles[1:]:
-        values = replace(role.config, untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights)
-        trained = train_seconds(values, card, workload, logits=False)
-        if len(config.trainer_groups) > 1:  # it trains while the actor does
+    train, others = train_seconds(config, card, workload), 0.0
+    for model in config.roles[1:]:
+        trained = train_seconds(model.config, card, workload, logits=model.has_logits)
+        if model.apart:  # it trains while the first one does
             trained = max(0.0, trained - train)
-        critic += forward_seconds(values, card, workload, logits=False) + trained
+        others += forward_seconds(model.config, card, workload, logits=model.has_logits) + trained
     return StepTime(
         generate=generate_seconds(config, card, workload),
         log_probs=passes * forward_seconds(config, card, workload) if passes else 0.0,
         train=train,
-        critic=critic,
+        others=others,
         sync=sync_seconds(config, card),
         offload=offload_seconds(config, card, trainer),
     )

@@ -10,11 +10,17 @@ from megatron_bridge.arithmetic import GIB
 from slime_retool.commands.plan.changes import MOST_CHANGES, Change
 from slime_retool.commands.plan.plan import Plan
 
+NAMES = {"others": "critic"}
+"""What parts are called for users: the only model beside the first one that there is."""
+
 
 def as_dict(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
     """For --json."""
+    found = asdict(plan)
+    for part in ("trainer", "time"):
+        found[part] = {NAMES.get(name, name): value for name, value in found[part].items()}
     return {
-        **asdict(plan),
+        **found,
         "fits": plan.fits,
         "resident": plan.resident,
         "trainer_total": plan.trainer.total,
@@ -32,7 +38,7 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
     lines = [f"{plan.parameters / 1e9:.2f}B parameters{active} on {plan.gpus} x {plan.card.name}"]
     lines += ["", "trainer, on the fullest GPU"]
     lines += _gib(
-        weights=t.weights, gradients=t.gradients, optimizer=t.optimizer, critic=t.critic, activations=t.activations,
+        weights=t.weights, gradients=t.gradients, optimizer=t.optimizer, others=t.others, activations=t.activations,
         logits=t.logits, runtime=t.runtime, together=t.total,
     )  # fmt: skip
     if e is not None:
@@ -52,7 +58,7 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
     ]
     for name, seconds in (*asdict(s).items(), ("together", s.total)):
         if seconds or name == "together":
-            lines.append(f"  {name.replace('_', '-'):<12}{seconds:8.1f} s")
+            lines.append(f"  {NAMES.get(name, name).replace('_', '-'):<12}{seconds:8.1f} s")
     lines.append(f"  training at {100 * plan.mfu:.0f} % MFU")
     if plan.fits and changes:
         lines += ["", "what would make it faster, by this plan (each line with those above)"]
@@ -66,7 +72,8 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
 
 
 def _gib(**parts: int) -> list[str]:
-    return [f"  {name.replace('_', ' '):<12}{value / GIB:8.1f} GiB" for name, value in parts.items() if value]
+    shown = {NAMES.get(name, name).replace("_", " "): value for name, value in parts.items() if value}
+    return [f"  {name:<12}{value / GIB:8.1f} GiB" for name, value in shown.items()]
 
 
 def _share(plan: Plan) -> str:

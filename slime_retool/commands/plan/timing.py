@@ -44,7 +44,7 @@ from megatron_bridge.arithmetic.parameters import (
     widths,
 )
 from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
-from slime_retool.commands.plan.activations import BF16, FP32, expert_imbalance, mean_over_layers, splits_sequence
+from slime_retool.commands.plan.activations import BF16, FP32, expert_imbalance, mean_over_layers, sequence_split
 from slime_retool.commands.plan.memory import kept_logits_share, layers_of_stages, micro_batches
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
@@ -65,7 +65,7 @@ class Pass:
 
 
 def train_seconds(config: Config, card: Card, workload: Workload, *, logits: bool = True) -> float:
-    """All optimizer steps of one rollout, of the actor or (without logits) of a critic like it."""
+    """All optimizer steps of one rollout, of a model that predicts words or (without logits) one value a token."""
     count = micro_batches(config, workload)
     stages = stage_passes(config, card, workload, count, logits=logits)
     each = [stage.forward + stage.backward for stage in stages]
@@ -101,7 +101,7 @@ def stage_passes(config: Config, card: Card, workload: Workload, count: int, *, 
     if logits:
         stages[-1] += output_pass(config, card, tokens * workload.learned)
     if pp > 1:
-        sent = tokens * BF16 * required(config, "hidden_size") / (_sequence_split(config))
+        sent = tokens * BF16 * required(config, "hidden_size") / sequence_split(config)
         send = PIPELINE_SEND_SECONDS + sent / (_link(config, card, config.world_size) * LINK_SHARE)
         stages = [stage + Pass(send, send) for stage in stages]
     return stages
@@ -173,7 +173,7 @@ def _adapters(config: Config, card: Card) -> Pass:
 
 
 def _elementwise(config: Config, card: Card) -> Pass:
-    w, tp, split = widths(config), config.tensor_model_parallel_size, _sequence_split(config)
+    w, tp, split = widths(config), config.tensor_model_parallel_size, sequence_split(config)
     inner = w.ffn
     if config.num_experts is not None:
         routed = required(config, "moe_router_topk") * required(config, "moe_ffn_hidden_size")
@@ -190,7 +190,7 @@ def _layer_traffic(config: Config, card: Card) -> Pass:
     """Tensor- and context-parallel collectives of one token in one layer."""
     w, tp, cp = widths(config), config.tensor_model_parallel_size, config.context_parallel_size
     residual = BF16 * w.hidden * (tp - 1) / tp / (_link(config, card, tp) * LINK_SHARE)
-    tensor = Pass(4 * residual, (6 if splits_sequence(config) else 4) * residual)
+    tensor = Pass(4 * residual, (6 if sequence_split(config) > 1 else 4) * residual)
     keys = BF16 * 2 * w.keys / tp * (cp - 1) / (_link(config, card, tp * cp) * LINK_SHARE)
     return tensor + Pass(keys, 2 * keys)
 
@@ -209,10 +209,7 @@ def output_pass(config: Config, card: Card, rows: float) -> Pass:
 def _reduce_seconds(config: Config, card: Card, last_backward: float) -> float:
     """Gradients and weights over data-parallel ranks, as far as no computation hides them."""
     replicas = config.data_parallel_size * config.context_parallel_size
-    dense, experts = rank_parameters(config)
-    if config.lora is not None:
-        layers = max(layers_of_stages(config))
-        dense, experts = layers * adapter_parameters(config, config.lora, config.tensor_model_parallel_size), 0.0
+    dense, experts = trained_parameters(config)
     link = _link(config, card, config.world_size // config.pipeline_model_parallel_size) * LINK_SHARE
     moved = dense * (replicas - 1) / replicas
     holders = expert_replicas(config)
@@ -232,10 +229,7 @@ def _adam_seconds(config: Config, card: Card) -> float:
 
     On the host the 28 bytes are its memory's, and gradients go there and weights come back (6).
     """
-    dense, experts = rank_parameters(config)
-    if config.lora is not None:
-        layers = max(layers_of_stages(config))
-        dense, experts = layers * adapter_parameters(config, config.lora, config.tensor_model_parallel_size), 0.0
+    dense, experts = trained_parameters(config)
     shard = dense + experts
     if config.use_distributed_optimizer:
         shard = dense / (config.data_parallel_size * config.context_parallel_size) + experts / expert_replicas(config)
@@ -245,9 +239,11 @@ def _adam_seconds(config: Config, card: Card) -> float:
     return on_device / (card.bandwidth * BANDWIDTH_SHARE) + on_host
 
 
-def rank_parameters(config: Config) -> tuple[float, float]:
-    """(not experts, experts) on the first rank of the widest pipeline stage."""
+def trained_parameters(config: Config) -> tuple[float, float]:
+    """(not experts, experts) with gradients on the first rank of the widest pipeline stage."""
     pp, layers = config.pipeline_model_parallel_size, max(layers_of_stages(config))
+    if config.lora is not None:
+        return layers * adapter_parameters(config, config.lora, config.tensor_model_parallel_size), 0.0
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
     whole = stage_parameters(
         config, stage=0, layers=layers, tp=config.tensor_model_parallel_size, pp=pp, ep=ep, etp=etp
@@ -260,10 +256,6 @@ def expert_replicas(config: Config) -> int:
     """Ranks that hold the same experts."""
     shards = config.expert_model_parallel_size * config.expert_tensor_parallel_size
     return max(1, config.world_size // (shards * config.pipeline_model_parallel_size))
-
-
-def _sequence_split(config: Config) -> int:
-    return config.tensor_model_parallel_size if splits_sequence(config) else 1
 
 
 def _link(config: Config, card: Card, extent: int) -> float:

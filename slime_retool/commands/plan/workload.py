@@ -40,7 +40,7 @@ class Workload:
 
     @classmethod
     def of_run(cls, config: Config, mean_prompt: float, mean_response: float) -> Workload:
-        """Of one rollout. With engines, some response runs into its limit."""
+        """The samples of one rollout. With engines, some response runs into its limit."""
         longest = None
         if config.rollout_max_context_len is not None:
             longest = max(config.rollout_max_context_len, mean_prompt + mean_response)

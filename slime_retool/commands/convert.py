@@ -1,0 +1,124 @@
+"""`slime-retool convert`: checkpoints between Hugging Face (safetensors) and Megatron (torch_dist).
+
+The same as `tools/convert_hf_to_torch_dist.py` and `tools/convert_torch_dist_to_hf.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace
+from megatron_bridge.model_config import ModelArgs
+from slime_retool.errors import ConfigError, run_command
+
+T = TypeVar("T")
+MISTAKES = (ValueError, OSError)
+
+TO_MEGATRON = """Convert a Hugging Face checkpoint (safetensors) into a Megatron torch_dist checkpoint.
+
+    source scripts/models/qwen3-4B.sh
+    %(prog)s "${MODEL_ARGS[@]}" --hf-checkpoint DIR --save OUT
+
+Needs no GPU and no torchrun, and holds only a few tensors in memory. OUT can be loaded in any parallel layout.
+"""
+TO_HF = """Convert a Megatron torch_dist checkpoint into a Hugging Face checkpoint (safetensors).
+
+    %(prog)s --input-dir TD --output-dir OUT --origin-hf-dir HF
+
+TD is a converted or a trained checkpoint of any parallel layout: its root (the latest one is taken) or one
+`iter_...` directory. OUT gets the same files, keys, shapes and dtypes as HF, with the weights of TD. LoRA adapters are
+merged into the weights that they were trained on, or with --peft written alone, as PEFT (and SGLang, vLLM) load them.
+"""
+
+
+@dataclass
+class ToMegatronArgs(ModelArgs):
+    """Conversion."""
+
+    hf_checkpoint: str | None = flag(None, metavar="DIR", help="Hugging Face checkpoint to read.")
+    save: str | None = flag(None, metavar="DIR", help="Directory to write.")
+    force: bool = flag(False, help="Replace the directory when it is there already.")
+    tensor_model_parallel_size: int = flag(
+        1, help="Only sets the padding of the vocabulary: the checkpoint fits every layout."
+    )
+    pipeline_model_parallel_size: int = flag(1, help="Only checked against the layers.")
+    decoder_first_pipeline_num_layers: int | None = flag(None, help="Layers of the first stage; only checked.")
+    decoder_last_pipeline_num_layers: int | None = flag(None, help="Layers of the last stage; only checked.")
+
+
+@dataclass
+class ToHfArgs:
+    """Conversion."""
+
+    input_dir: str | None = flag(None, metavar="DIR", help="torch_dist checkpoint to read.")
+    output_dir: str | None = flag(None, metavar="DIR", help="Directory to write.")
+    origin_hf_dir: str | None = flag(
+        None, metavar="DIR", help="Hugging Face checkpoint that gives config, tokenizer and layout of the files."
+    )
+    base_dir: str | None = flag(
+        None,
+        metavar="DIR",
+        help="torch_dist checkpoint under LoRA adapters, where it is no longer the run's --ref-load.",
+    )
+    peft: bool = flag(False, help="Write only the LoRA adapters, in PEFT's format, for the weights in --origin-hf-dir.")
+    force: bool = flag(False, help="Replace the directory when it is there already.")
+
+
+def to_megatron(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-megatron") -> int:
+    """Hugging Face to torch_dist. Returns the exit code."""
+    args = _parse(ToMegatronArgs, argv, prog, TO_MEGATRON)
+    return run_command(prog, lambda: _to_megatron(args), mistakes=MISTAKES)
+
+
+def _to_megatron(args: ToMegatronArgs) -> int:
+    if args.hf_checkpoint is None or args.save is None:
+        raise ConfigError("--hf-checkpoint and --save are both needed")
+
+    from megatron_bridge.convert import convert_hf_to_torch_dist
+
+    written = convert_hf_to_torch_dist(
+        args,
+        args.hf_checkpoint,
+        args.save,
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        first=args.decoder_first_pipeline_num_layers,
+        last=args.decoder_last_pipeline_num_layers,
+        force=args.force,
+    )
+    print(f"wrote {written}")
+    return 0
+
+
+def to_hf(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-hf") -> int:
+    """torch_dist to Hugging Face, or its adapters to PEFT. Returns the exit code."""
+    args = _parse(ToHfArgs, argv, prog, TO_HF)
+    return run_command(prog, lambda: _to_hf(args), mistakes=MISTAKES)
+
+
+def _to_hf(args: ToHfArgs) -> int:
+    if args.input_dir is None or args.output_dir is None or args.origin_hf_dir is None:
+        raise ConfigError("--input-dir, --output-dir and --origin-hf-dir are all needed")
+    if args.peft and args.base_dir is not None:
+        raise ConfigError("--peft leaves the base's weights out: drop --base-dir")
+
+    from megatron_bridge.convert import convert_torch_dist_to_hf
+    from megatron_bridge.peft_export import export_peft
+
+    if args.peft:
+        export_peft(args.input_dir, args.output_dir, args.origin_hf_dir, force=args.force)
+    else:
+        convert_torch_dist_to_hf(
+            args.input_dir, args.output_dir, args.origin_hf_dir, base_dir=args.base_dir, force=args.force
+        )
+    print(f"wrote {args.output_dir}")
+    return 0
+
+
+def _parse(cls: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
+    parser = OneLineParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, cls)
+    return from_namespace(cls, parser.parse_args(argv))

@@ -1,0 +1,39 @@
+"""`slime-retool doctor`: what this host has of what a run needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+REQUIRED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "datasets", "aiohttp")
+OPTIONAL = ("transformer-engine", "flash-attn-4", "wandb", "tensorboard", "math-verify", "numpy", "sympy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one line per requirement. Returns 1 when a required one is missing."""
+    argparse.ArgumentParser(prog="slime-retool doctor", description=__doc__).parse_args(argv)
+    missing = 0
+    print(f"{'python':<22}{sys.version.split()[0]}")
+    for name in REQUIRED + OPTIONAL:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = "missing" if name in REQUIRED else "not installed (optional)"
+            missing += name in REQUIRED
+        print(f"{name:<22}{version}")
+    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    print(f"{'GPUs':<22}{len(gpus) or 'none: runs use the CPU and gloo'}")
+    print(f"{'CPU cores':<22}{os.cpu_count()}")
+    print(f"{'memory':<22}{memory / 1e9:.0f} GB")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        print(f"{'/dev/shm free':<22}{shutil.disk_usage(shared).free / 1e9:.1f} GB")
+    if missing:
+        print(f"\n{missing} required package(s) missing: run `make install` (CPU) or pip install -e '.[gpu]'")
+    return int(missing > 0)
