@@ -10,7 +10,7 @@ A full Megatron tensor is what a torch_dist checkpoint holds:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,19 +56,6 @@ def from_hf(name: str, hf: Mapping[str, Tensor], model: ModelArgs, tp: int = 1) 
     return parts[0]
 
 
-def hf_tensors_from_megatron(
-    parameters: Iterable[tuple[str, Tensor]], model: ModelArgs
-) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) for a stream of (global Megatron name, full tensor)."""
-    for name, full in parameters:
-        yield from to_hf(name, full, model)
-
-
-def tp_axis(name: str, model: ModelArgs) -> int | None:
-    """The dimension that tensor parallelism splits; None for a replicated parameter."""
-    return find_parameter(name, model)[1].tp_axis
-
-
 def merge_tp(name: str, shards: Sequence[Tensor], model: ModelArgs) -> Tensor:
     """One full tensor from the shards of all tensor-parallel ranks, in rank order."""
     parameter = find_parameter(name, model)[1]
@@ -78,25 +65,6 @@ def merge_tp(name: str, shards: Sequence[Tensor], model: ModelArgs) -> Tensor:
         halves = [shard.chunk(2) for shard in shards]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     return torch.cat(list(shards), dim=parameter.tp_axis)
-
-
-def split_tp(name: str, full: Tensor, tp: int, model: ModelArgs) -> list[Tensor]:
-    """The shard of each tensor-parallel rank. The vocabulary is padded (or its padding cut) for this tp.
-
-    Raises ValueError when the dimension does not divide.
-    """
-    parameter = find_parameter(name, model)[1]
-    if parameter.tp_axis is None:
-        return [full] * tp
-    if parameter.kind == VOCABULARY:
-        full = pad_vocabulary(full[: required(model, "vocab_size")], padded_vocab_size(model, tp))
-    units = query_groups(model) if parameter.kind == QKV else full.shape[parameter.tp_axis]
-    if units % tp:
-        raise ValueError(f"tensor-parallel size {tp} does not divide {name} ({units} parts): use a divisor")
-    if parameter.kind == GATED:
-        gate, up = full.chunk(2)
-        return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp), strict=True)]
-    return list(full.chunk(tp, dim=parameter.tp_axis))
 
 
 def merge_qkv(query: Tensor, key: Tensor, value: Tensor, *, groups: int) -> Tensor:

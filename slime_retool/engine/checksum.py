@@ -5,7 +5,7 @@ The checksum of a tensor x, its elements' bits read as integers in row-major ord
     sum of x[i] * w(i) over all i, modulo 2**64        w(i): the odd 64-bit number that scrambles i
 
 An odd w(i) makes any change of one element show; a change of several, also of their order, is missed once in 2**47
-or less by chance. It finds mistakes, not forgeries, and is made where the tensor lies: 8 GB of weights take a card a
+or less by chance. It finds mistakes, not forgeries, and is made where the tensor lies: 8 GB of weights take a GPU a
 fraction of a second, where SHA-256 takes a processor's core ten. The trainer casts its tensor to the engine's dtype
 and calls `tensor_checksum`.
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bridge.layout import merge_tp, to_hf, tp_axis
+from megatron_bridge.layout import merge_tp, to_hf
 from megatron_bridge.lora import adapted_layers
 from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model_config import ModelArgs
@@ -159,7 +159,7 @@ def _merged_dense(chunk: list[Named], model: ModelArgs) -> list[Named]:
     """Every sharded parameter whole: one all-gather of all shards."""
     from megatron.core import parallel_state as mpu
 
-    sharded = [(name, value) for name, value in chunk if tp_axis(name, model) is not None]
+    sharded = [(name, value) for name, value in chunk if find_parameter(name, model)[1].tp_axis is not None]
     gathered = _all_gather([value for _, value in sharded], mpu.get_tensor_model_parallel_group())
     whole = {name: merge_tp(name, shards, model) for (name, _), shards in zip(sharded, gathered, strict=True)}
     return [(name, whole.get(name, value)) for name, value in chunk]
