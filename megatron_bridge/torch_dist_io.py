@@ -207,14 +207,6 @@ class TorchDistReader:
                 return stored, place
         raise ValueError(f"{self.directory} has no tensor {name}: it belongs to another model")
 
-    @property
-    def keys(self) -> set[str]:
-        """All keys, those of the optimizer included."""
-        return set(self.metadata.state_dict_metadata)
-
-    def has(self, key: str) -> bool:
-        return key in self.metadata.state_dict_metadata
-
     def holds(self, name: str) -> bool:
         """Whether there is a parameter of this global name."""
         try:
@@ -228,8 +220,7 @@ class TorchDistReader:
         for key, stored in self.metadata.state_dict_metadata.items():
             if key == f"{LAYER_PREFIX}self_attention.linear_qkv.weight" and isinstance(stored, TensorStorageMetadata):
                 return stored.size[0]
-        layers = {split_name(key)[0] for key in self.keys if key.startswith(LAYER_PREFIX)} - {None}
-        return len(layers)
+        return len({split_name(key)[0] for key in self.metadata.state_dict_metadata} - {None})
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Full shape of one parameter (vocabulary padding included)."""

@@ -92,7 +92,7 @@ def test_an_expert_is_found_without_a_look_at_all_others(bf16_checkpoints, tmp_p
 
 def split_tp(name: str, full: torch.Tensor, tp: int, model: ModelArgs) -> list[torch.Tensor]:
     """The shard of each tensor-parallel rank."""
-    parameter = find_parameter(name, model)[1]
+    parameter = find_parameter(name, model)
     if parameter.tp_axis is None:
         return [full] * tp
     if parameter.kind == GATED:
@@ -144,7 +144,7 @@ def test_experts_are_numbered_over_all_ranks(local, bf16_checkpoints):
     model = model_args_from_hf(read_hf_config(bf16_checkpoints["qwen3_moe"]))
     name = global_name(f"decoder.layers.0.mlp.experts.{local}", model, layer_offset=2, expert_offset=3)
     assert name == "decoder.layers.2.mlp.experts.experts.4.linear_fc2.weight"
-    assert hf_names(*find_parameter(name, model)) == ["model.layers.2.mlp.experts.4.down_proj.weight"]
+    assert hf_names(name, model) == ["model.layers.2.mlp.experts.4.down_proj.weight"]
     with pytest.raises(ValueError, match="unknown"):
         find_parameter("decoder.layers.0.mlp.experts.experts.6.linear_fc2.weight", model)
 

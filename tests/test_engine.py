@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import tensor_checksum
+from slime_retool.engine.process import answers
 from slime_retool.errors import EngineError, WeightUpdateError
 from slime_retool.protocols import Completion
 from slime_retool.rollout.context import RolloutContext

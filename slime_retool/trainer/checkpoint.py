@@ -191,7 +191,7 @@ def rows_of(root: str, name: str) -> int | None:
     """First dimension of a parameter in the newest checkpoint under `root`; None where it has no such parameter."""
     directory = _directory(root)
     reader = _loading(directory, lambda: TorchDistReader(directory))
-    return reader.shape(name)[0] if reader.has(name) else None
+    return reader.shape(name)[0] if reader.holds(name) else None
 
 
 def _take_out(state: dict[str, Any], chosen: Callable[[str], bool]) -> dict[str, Tensor]:
