@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ import torch.nn.functional as F
 from megatron_bridge.cpu_compat import install_cpu_compat
 from megatron_bridge.layer_spec import resolve_attention_backend, resolve_transformer_impl
 from megatron_bridge.model_config import ModelArgs, head_dim, moe_layers, padded_vocab_size, required
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 PADDED_LOGIT = -1e9
 """Logit of a vocabulary entry that only exists as padding: its probability is exactly 0 in fp32."""
@@ -43,7 +46,7 @@ def build_gpt_model(
     attention_backend: str = "auto",
     output: str = "logits",
     gradient_accumulation_fusion: bool = False,
-):  # type: ignore[no-untyped-def]
+) -> Any:
     """This rank's part of the model (`parallel_state` must be initialised).
 
     `config` comes from `transformer_config`. `pre_process` and `post_process` say whether this pipeline stage
@@ -191,14 +194,14 @@ def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device)
 
 
-def packed_seq_params(  # type: ignore[no-untyped-def]
+def packed_seq_params(
     lengths: Sequence[int],
-    device: torch.device | str | None = None,
+    device: torch.device | str = "cpu",
     *,
     cp: int = 1,
     cp_rank: int = 0,
     positions: torch.Tensor | None = None,
-):
+) -> PackedSeqParams:
     """Megatron's PackedSeqParams (format `thd`) for sequences of these lengths, one after the other.
 
     With cp > 1 the lengths are still those of the whole sequences (multiples of 2 * cp); the model is then given the
@@ -208,7 +211,6 @@ def packed_seq_params(  # type: ignore[no-untyped-def]
     from megatron_bridge.attention import PackedLayout
     from megatron_bridge.zigzag import chunk_layout, zigzag_rows
 
-    device = "cpu" if device is None else device
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     if positions is None:
         of_whole = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(lengths))

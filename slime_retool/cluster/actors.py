@@ -29,7 +29,7 @@ def _interface(address: str) -> str | None:
 class TrainerActor:
     """One rank of the trainer. It sees its own GPU only, as device 0."""
 
-    def __init__(self, config: Config, rank: int, *, roles: str = "all", several_hosts: bool = False) -> None:
+    def __init__(self, config: Config, rank: int, *, roles: str, several_hosts: bool) -> None:
         self._config, self._rank, self._roles = config, rank, roles
         self._host = _address(several_hosts)
         if several_hosts and (interface := _interface(self._host)):
@@ -121,11 +121,11 @@ class TrainerActor:
             self._trainer = None
 
 
-@ray.remote(num_cpus=0, max_concurrency=2)
+@ray.remote(num_cpus=0, max_concurrency=2)  # type: ignore[call-overload]  # of classes only
 class EngineActor:
     """Owns one SGLang server on the host its GPUs are on. Two calls at once: `stop` does not wait for `start`."""
 
-    def __init__(self, config: Config, rank: int, gpus: list[str] | None, *, several_hosts: bool = False) -> None:
+    def __init__(self, config: Config, rank: int, gpus: list[str] | None, *, several_hosts: bool) -> None:
         self._config, self._rank, self._gpus = config, rank, gpus
         self._host = _address(several_hosts)
         self._engine: Any = None

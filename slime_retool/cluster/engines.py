@@ -47,7 +47,7 @@ class Engines:
         for index, slots in enumerate(self._slots):
             # The first slot puts the actor on their host; the server itself is given all devices by number.
             gpus = [slot.gpu for slot in slots if slot.gpu is not None] or None
-            actor = EngineActor.options(**slots[0].options())
+            actor = EngineActor.options(**slots[0].options())  # type: ignore[attr-defined]
             self._actors.append(actor.remote(shipped, index, gpus, several_hosts=self._several_hosts))
         self._starting = call(self._actors, "start")
 

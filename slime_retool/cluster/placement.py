@@ -163,7 +163,7 @@ def _check_hosts(trainers: dict[str, list[int]], engines: list[int], hosts: list
 
     `trainers`: GPUs on each host, by the roles of a group.
     """
-    names = {roles: "critic" if roles == "critic" else "actor" for roles in trainers}
+    names = {roles: "actor" if roles == "all" else roles for roles in trainers}
     shares = [(sum(sizes), f"for the {names[roles]}") for roles, sizes in trainers.items()]
     total, present = sum(map(sum, (*trainers.values(), engines))), sum(hosts)
     if present < total:

@@ -145,8 +145,9 @@ def _process_group(
     store, rank, size = next(rendezvous(init_method, 0, world_size, timeout=limit))
     store.set_timeout(limit)
     group, _ = _new_process_group_helper(
-        size, rank, [], Backend(backend), PrefixStore(group_name, store), group_name=group_name, timeout=limit
-    )
+        size, rank, [], Backend(backend), PrefixStore(group_name, store), timeout=limit,
+        group_name=group_name,  # type: ignore[arg-type]  # a str with a name of its own in newer versions
+    )  # fmt: skip
     assert isinstance(group, dist.ProcessGroup)
     _world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
