@@ -84,7 +84,7 @@ def resolve_checkpoint_dir(path: str | Path) -> Path:
         return path
     directory = path / checkpoint_name(latest_iteration(path))
     if not (directory / ".metadata").is_file():
-        raise ValueError(f"{directory} is no torch_dist checkpoint: it has no .metadata file")
+        raise ValueError(f"{directory} is not a torch_dist checkpoint: it has no .metadata file")
     return directory
 
 

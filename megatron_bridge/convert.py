@@ -62,10 +62,13 @@ def convert_hf_to_torch_dist(
     shapes = {name: megatron_shape(name, model, tp) for name in names}
     with replace_directory(save, force=force, sources=[hf_checkpoint]) as out, ReadAhead(hf_tensors, names) as parts:
         with tqdm(total=len(names), desc="HF -> torch_dist", unit="tensor", disable=not progress) as bar:
-            write_torch_dist(
-                out / checkpoint_name(None), shapes, dtype_of, lambda name: from_hf(name, parts.read(name), model, tp),
-                model=model, common={"checkpoint_version": 3.0, "iteration": 0}, written=lambda _: bar.update(),
-            )  # fmt: skip
+
+            def value_of(name: str) -> Tensor:
+                bar.update()
+                return from_hf(name, parts.read(name), model, tp)
+
+            common = {"checkpoint_version": 3.0, "iteration": 0}
+            write_torch_dist(out / checkpoint_name(None), shapes, dtype_of, value_of, model=model, common=common)
         write_latest(out, None)
     return Path(save) / checkpoint_name(None)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 4096
-"""Of file positions, lengths and memory, bytes: a multiple of every usual disk's sector."""
+"""Bytes; file positions, lengths and memory are multiples of it: a multiple of every usual disk's sector."""
 BLOCK = 16 << 20
 """Bytes of one request."""
 

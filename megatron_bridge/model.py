@@ -93,13 +93,16 @@ def build_gpt_model(
         _return_hidden_states(gpt)
     elif post_process:
         _mask_padded_vocabulary(gpt, model, tp)
-    _reduce_experts_apart(gpt)
+    _mark_experts(gpt)
     return gpt
 
 
-def _reduce_experts_apart(gpt: Any) -> None:
-    """Over the expert-data-parallel group, which Megatron itself only says when ep > 1: at tp > etp the copies of an
-    expert on several tensor-parallel ranks see other tokens, too."""
+def _mark_experts(gpt: Any) -> None:
+    """Have gradients of experts reduced over the expert-data-parallel group.
+
+    Megatron itself only says so when ep > 1: at tp > etp the copies of an expert on several tensor-parallel ranks see
+    other tokens, too.
+    """
     for name, parameter in gpt.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False

@@ -55,7 +55,7 @@ class _Unpickler(pickle.Unpickler):
             return collections.OrderedDict
         if module == "torch" and name.endswith("Storage"):
             return torch.__dict__[name].dtype
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a tensor")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a part of a tensor")
 
     def persistent_load(self, pid: tuple[str, torch.dtype, str, str, int]) -> Tensor:
         """The storage, as a tensor of one dimension."""
