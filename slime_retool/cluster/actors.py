@@ -100,8 +100,7 @@ class TrainerActor:
     def connect_engines(self, urls: list[str]) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
 
-        workers = self._config.rollout_num_gpus_per_engine if self._config.on_cuda else 1
-        self._sync = WeightSync(self._trainer, urls, host=self._host, gpus_per_engine=workers)
+        self._sync = WeightSync(self._trainer, urls, host=self._host)
 
     def update_weights(self, *, asleep: bool = False) -> int:
         return self._sync.update(asleep=asleep)

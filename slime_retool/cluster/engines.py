@@ -16,6 +16,7 @@ from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
+from slime_retool.engine.server import engine_workers
 from slime_retool.errors import ConfigError, SlimeRetoolError, WeightUpdateError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Engines:
                 workers = engine.tensor_parallel_size()
             except WeightUpdateError as error:
                 raise ConfigError(f"--rollout-external-urls: no SGLang server answers there: {error}") from error
-            expected = config.rollout_num_gpus_per_engine if config.on_cuda else 1
+            expected = engine_workers(config)
             if workers != expected and config.weight_transport == "broadcast":
                 raise ConfigError(
                     f"--rollout-external-urls: {engine.url} has {workers} tensor-parallel workers, the flags say "

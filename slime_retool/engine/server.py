@@ -76,6 +76,11 @@ def check_owned(config: Config) -> None:
             )
 
 
+def engine_workers(config: Config) -> int:
+    """Tensor-parallel workers of one engine; a CPU has one."""
+    return config.rollout_num_gpus_per_engine if config.on_cuda else 1
+
+
 def server_flags(config: Config, *, rank: int = 0) -> Flags:
     """Flags of `sglang.launch_server` except host and port; undeclared `--sglang-*` flags replace our defaults.
 
@@ -90,7 +95,7 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     flags |= config.sglang_server_flags
     flags |= {
         "--model-path": [config.hf_checkpoint],
-        "--tp-size": [str(config.rollout_num_gpus_per_engine if config.on_cuda else 1)],
+        "--tp-size": [str(engine_workers(config))],
         "--random-seed": [str(config.seed + rank)],
         "--weight-version": ["0"],
         "--custom-weight-loader": [REPORT_LOADER],

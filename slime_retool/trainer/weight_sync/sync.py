@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from slime_retool.engine.admin import EngineAdmin, every_engine
 from slime_retool.engine.checksum import tensor_checksum
+from slime_retool.engine.server import engine_workers
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.core import Trainer
 from slime_retool.trainer.gather import hf_named_tensors
@@ -33,13 +34,11 @@ class WeightSync:
         engine_urls: Sequence[str],
         *,
         host: str = "127.0.0.1",
-        gpus_per_engine: int = 1,
         transport: str | None = None,
     ) -> None:
         """
         Args:
             host: address of global rank 0 as the engines reach it.
-            gpus_per_engine: workers (tensor-parallel size) of each engine.
             transport: "ipc", "broadcast" or "disk"; default --update-weight-transport.
         """
         config = trainer.config
@@ -55,7 +54,7 @@ class WeightSync:
         self._peers = Peers(
             trainer=trainer,
             engines=[],
-            workers=gpus_per_engine,
+            workers=engine_workers(config),
             host=host,
             bucket_bytes=max(wanted, largest),
             timeout=config.distributed_timeout_minutes * 60,
