@@ -96,7 +96,7 @@ def test_descendants_end_when_the_server_dies_by_itself(tmp_path: Path):
     mark = new_mark()
     process = start(tmp_path, mark, FAMILY.format(prelude=""), 0.5)
     wait_for_family(process)
-    server = next(pid for pid in processes_with(mark) if os.getsid(pid) == pid and pid != process.pid)
+    server = next(pid for pid in processes_with(mark) if os.getsid(pid) == pid and pid != process._process.pid)
     os.kill(server, signal.SIGKILL)
     assert wait_until_gone(mark) == {}
     assert not process.alive

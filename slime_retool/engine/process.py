@@ -80,7 +80,7 @@ class SupervisedProcess:
         self, command: list[str], *, log_path: Path, environment: Mapping[str, str], grace: float = 5.0
     ) -> None:
         """Start at once. `environment` is the whole environment; `grace`: seconds between SIGTERM and SIGKILL."""
-        self.command, self.log_path, self._grace = command, log_path, grace
+        self.log_path, self._grace = log_path, grace
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._lifeline = os.pipe()
         try:
@@ -101,11 +101,6 @@ class SupervisedProcess:
         finally:
             os.close(read_end)
         self._stopped = False
-
-    @property
-    def pid(self) -> int:
-        """Process id of the supervisor; the server is its only child."""
-        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -215,11 +210,6 @@ class Server:
     @property
     def url(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """Process id of the supervisor above the server."""
-        return self._process.pid
 
     @property
     def alive(self) -> bool:

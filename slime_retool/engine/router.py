@@ -30,7 +30,6 @@ class RouterProcess(Server):
 
     def __init__(self, config: Config, worker_urls: Sequence[str]) -> None:
         """Raises ServerError, with the log's end, when the router does not become ready."""
-        self.log_path = Path(config.output_dir) / "logs" / "router.log"
 
         def command(ports: list[int]) -> list[str]:
             # The router panics when its metrics port is taken, so that one is chosen too.
@@ -50,7 +49,7 @@ class RouterProcess(Server):
             host=HOST,
             health_path="/readiness",  # 200 once a worker is registered and healthy
             timeout=STARTUP_TIMEOUT,
-            log_path=self.log_path,
+            log_path=Path(config.output_dir) / "logs" / "router.log",
             environment=os.environ,
             num_ports=2,
             grace=3.0,

@@ -193,8 +193,6 @@ class EngineProcess(Server):
         Raises ConfigError for flags that cannot work, ServerError (with the log's end) when the server dies or is not
         healthy within --sglang-startup-timeout.
         """
-        self.rank = rank
-        self.log_path = Path(config.output_dir) / "logs" / f"engine_{rank}.log"
         flags = server_flags(config, rank=rank)
         self._start(
             f"SGLang engine {rank}",
@@ -202,7 +200,7 @@ class EngineProcess(Server):
             host=host,
             health_path="/health",
             timeout=config.sglang_startup_timeout,
-            log_path=self.log_path,
+            log_path=Path(config.output_dir) / "logs" / f"engine_{rank}.log",
             environment=server_environment(config, devices),
             grace=STOP_GRACE,
         )
