@@ -113,12 +113,11 @@ def write_checkpoint(folder: Path, name: str, *, seed: int = 0, shard_bytes: int
 def tensor_shapes(model: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Every tensor of the HF checkpoint."""
     from megatron_bridge.layout import hf_shapes
-    from megatron_bridge.names import find_parameter, hf_names, megatron_names
+    from megatron_bridge.names import megatron_names
 
     shapes: dict[str, tuple[int, ...]] = {}
     for name in megatron_names(model):
-        names = hf_names(*find_parameter(name, model))
-        shapes |= dict(zip(names, hf_shapes(name, model), strict=True))
+        shapes |= hf_shapes(name, model)
     return shapes
 
 

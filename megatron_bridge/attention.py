@@ -79,14 +79,12 @@ class PackedSelfAttention(SelfAttention):
     """Set by whoever builds the model, one for all layers."""
     _packed: PackedLayout | None = None
 
-    def forward(  # type: ignore[no-untyped-def]
-        self, *args: Any, packed_seq_params: PackedLayout | None = None, **kwargs: Any
-    ):
+    def forward(self, *args: Any, packed_seq_params: PackedLayout | None = None, **kwargs: Any) -> Any:
         """As Megatron's; `packed_seq_params` from `model.packed_seq_params`."""
         self._packed = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
-    def get_query_key_value_tensors(  # type: ignore[override]
+    def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,

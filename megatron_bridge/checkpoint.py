@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def latest_iteration(root: str | Path) -> int | None:
     """
     path = Path(root) / LATEST_FILE
     if not exists(root):
-        raise ValueError(f"{path} does not exist: {root} is no checkpoint directory, or nothing was saved yet")
+        raise ValueError(f"{path} does not exist: {root} is not a checkpoint directory, or nothing was saved yet")
     text = path.read_text().strip()
     if text != RELEASE and not text.isdigit():
         raise ValueError(f"{path} holds {text!r}: expected {RELEASE!r} or an iteration number")
@@ -85,7 +84,7 @@ def resolve_checkpoint_dir(path: str | Path) -> Path:
         return path
     directory = path / checkpoint_name(latest_iteration(path))
     if not (directory / ".metadata").is_file():
-        raise ValueError(f"{directory} is no torch_dist checkpoint: it has no .metadata file")
+        raise ValueError(f"{directory} is not a torch_dist checkpoint: it has no .metadata file")
     return directory
 
 
@@ -94,44 +93,16 @@ def is_extra_state(key: str) -> bool:
     return re.fullmatch(r"_extra_state\d*", key.rpartition(".")[2]) is not None
 
 
-def model_state_dict(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Sharded state of the model, for `dist_checkpointing.save` and `load`.
+def model_state_dict(module: Any) -> dict[str, Any]:
+    """{"model": sharded state} of this rank's GPTModel, for `dist_checkpointing.save` and `load`."""
+    return {"model": {key: value for key, value in module.sharded_state_dict().items() if not is_extra_state(key)}}
 
-    `chunks` are this rank's GPTModels (one per virtual pipeline stage), without DDP wrappers.
-    Gives {"model": ...}, or {"model0": ..., "model1": ...} for several chunks.
+
+def load_model_state(module: Any, state: dict[str, Any]) -> None:
+    """Put what `dist_checkpointing.load(model_state_dict(module), ...)` returned into the model.
+
+    The padding of the vocabulary may differ: rows that the checkpoint does not have are zero.
     """
-    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-    return {
-        name: {key: value for key, value in chunk.sharded_state_dict().items() if not is_extra_state(key)}
-        for name, chunk in zip(names, chunks, strict=True)
-    }
-
-
-def load_model_state(chunks: Sequence[Any], state: dict[str, Any]) -> None:
-    """Put what `dist_checkpointing.load(model_state_dict(chunks), ...)` returned into the model."""
-    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-    for name, chunk in zip(names, chunks, strict=True):
-        missing, unexpected = chunk.load_state_dict(state[name], strict=False)
-        missing = [key for key in missing if not is_extra_state(key)]
-        assert not missing and not unexpected, (missing, unexpected)
-
-
-def save_model(chunks: Sequence[Any], directory: str | Path) -> None:
-    """Save only the weights into `directory` (created). Collective: every rank calls it."""
-    import torch
-    from megatron.core import dist_checkpointing
-
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save(model_state_dict(chunks), str(directory))
-
-
-def load_model(chunks: Sequence[Any], path: str | Path) -> None:
-    """Load only the weights, from a converter's or a trainer's checkpoint of any layout. Collective.
-
-    The padding of the vocabulary may differ: rows that the checkpoint does not have become zero.
-    """
-    from megatron.core import dist_checkpointing
-
-    directory = resolve_checkpoint_dir(path)
-    load_model_state(chunks, dist_checkpointing.load(model_state_dict(chunks), str(directory)))
+    missing, unexpected = module.load_state_dict(state["model"], strict=False)
+    missing = [key for key in missing if not is_extra_state(key)]
+    assert not missing and not unexpected, (missing, unexpected)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatron_bridge.checkpoint import checkpoint_name, write_latest
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.layout import from_hf, hf_shapes, megatron_shape, to_hf
-from megatron_bridge.lora_checkpoint import MergedReader, open_weights
+from megatron_bridge.lora_checkpoint import open_weights
 from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, required
 from megatron_bridge.names import EMBEDDING, OUTPUT_LAYER, find_parameter, hf_names, megatron_names
 from megatron_bridge.read_ahead import ReadAhead
@@ -54,18 +54,21 @@ def convert_hf_to_torch_dist(
     _check_hf_tensors(hf, model, names)
 
     def hf_tensors(name: str) -> dict[str, Tensor]:
-        return {hf_name: hf.read(hf_name) for hf_name in hf_names(*find_parameter(name, model))}
+        return {hf_name: hf.read(hf_name) for hf_name in hf_names(name, model)}
 
     def dtype_of(name: str) -> torch.dtype:
-        return hf.entries[hf_names(*find_parameter(name, model))[0]].dtype
+        return hf.entries[hf_names(name, model)[0]].dtype
 
     shapes = {name: megatron_shape(name, model, tp) for name in names}
     with replace_directory(save, force=force, sources=[hf_checkpoint]) as out, ReadAhead(hf_tensors, names) as parts:
         with tqdm(total=len(names), desc="HF -> torch_dist", unit="tensor", disable=not progress) as bar:
-            write_torch_dist(
-                out / checkpoint_name(None), shapes, dtype_of, lambda name: from_hf(name, parts.read(name), model, tp),
-                model=model, common={"checkpoint_version": 3.0, "iteration": 0}, written=lambda _: bar.update(),
-            )  # fmt: skip
+
+            def value_of(name: str) -> Tensor:
+                bar.update()
+                return from_hf(name, parts.read(name), model, tp)
+
+            common = {"checkpoint_version": 3.0, "iteration": 0}
+            write_torch_dist(out / checkpoint_name(None), shapes, dtype_of, value_of, model=model, common=common)
         write_latest(out, None)
     return Path(save) / checkpoint_name(None)
 
@@ -93,7 +96,7 @@ def convert_torch_dist_to_hf(
     _check_hf_tensors(hf, model, names)
     reader = open_weights(input_dir, base_dir)
     _check_torch_dist(reader, model, names)
-    sources = {hf_name: name for name in names for hf_name in hf_names(*find_parameter(name, model))}
+    sources = {hf_name: name for name in names for hf_name in hf_names(name, model)}
     sources.setdefault(OUTPUT_LAYER.hf[0], EMBEDDING.megatron)  # a tied checkpoint may hold the head as well
 
     # Neighbours in a file (query, key, value; gate, up) come from one Megatron tensor.
@@ -175,7 +178,7 @@ def _check_hf_tensors(hf: SafetensorsCheckpoint, model: ModelArgs, names: list[s
     """Every expected tensor is there with its shape and nothing else is, or ValueError."""
     expected: dict[str, tuple[int, ...]] = {}
     for name in names:
-        expected |= dict(zip(hf_names(*find_parameter(name, model)), hf_shapes(name, model), strict=True))
+        expected |= hf_shapes(name, model)
     for hf_name, shape in expected.items():
         if hf_name not in hf.entries:
             raise ValueError(f"{hf.directory} has no tensor {hf_name}: the checkpoint is incomplete")
@@ -196,20 +199,20 @@ def _check_hf_tensors(hf: SafetensorsCheckpoint, model: ModelArgs, names: list[s
         raise ValueError(f"{hf.directory} has tensors that no parameter takes: {', '.join(extra[:3])} ({len(extra)})")
 
 
-def _check_torch_dist(reader: TorchDistReader | MergedReader, model: ModelArgs, names: list[str]) -> None:
+def _check_torch_dist(reader: TorchDistReader, model: ModelArgs, names: list[str]) -> None:
     """The checkpoint holds this model, or ValueError."""
     if reader.num_layers() != model.num_layers:
         raise ValueError(
             f"{reader.directory} has {reader.num_layers()} layers, the original's config.json {model.num_layers}: "
             "give the --origin-hf-dir that it was made of"
         )
-    if reader.has(OUTPUT_LAYER.megatron) and not model.untie_embeddings_and_output_weights:
+    if reader.holds(OUTPUT_LAYER.megatron) and not model.untie_embeddings_and_output_weights:
         raise ValueError(
             f"{reader.directory} has an output layer of its own, but the original's config.json ties the embeddings"
         )
     for name in names:
         found, wanted = reader.shape(name), megatron_shape(name, model)
-        vocabulary = find_parameter(name, model)[1] in (EMBEDDING, OUTPUT_LAYER)
+        vocabulary = find_parameter(name, model) in (EMBEDDING, OUTPUT_LAYER)
         fits = found[0] >= required(model, "vocab_size") and found[1:] == wanted[1:] if vocabulary else found == wanted
         if not fits:
             raise ValueError(

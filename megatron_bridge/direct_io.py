@@ -15,14 +15,13 @@ import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 4096
-"""Of file positions, lengths and memory, bytes: a multiple of every usual disk's sector."""
+"""Bytes; file positions, lengths and memory are multiples of it: a multiple of every usual disk's sector."""
 BLOCK = 16 << 20
 """Bytes of one request."""
 
@@ -135,9 +134,7 @@ class DirectWriter:
     def __enter__(self) -> DirectWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.close()

@@ -34,7 +34,7 @@ def split_norm_rotate(
     if mixed.is_cuda:
         width = mixed.shape[-1]
         if cos.shape[-1] * 2 == width and width & (width - 1) == 0:
-            return _SplitNormRotate.apply(mixed, q_weight, k_weight, cos, sin, eps)  # type: ignore[return-value]
+            return _SplitNormRotate.apply(mixed, q_weight, k_weight, cos, sin, eps)
         mark_any_length(mixed, cos, sin)
         return compiled(_split_norm_rotate)(mixed, q_weight, k_weight, cos, sin, eps)
     return _split_norm_rotate(mixed, q_weight, k_weight, cos, sin, eps)
@@ -43,7 +43,7 @@ def split_norm_rotate(
 def swiglu(x: Tensor) -> Tensor:
     """[..., 2 F] -> [..., F]: silu of the first half times the second, https://arxiv.org/abs/2002.05202."""
     if x.is_cuda:
-        return _SwiGLU.apply(x)  # type: ignore[return-value]
+        return _SwiGLU.apply(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -87,12 +87,14 @@ class _SplitNormRotate(torch.autograd.Function):
         return split_norm_rotate_forward(mixed, q_weight, k_weight, cos, sin, eps)
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, ...]:
         from megatron_bridge.fused_triton import split_norm_rotate_backward
 
-        return *split_norm_rotate_backward(*ctx.saved_tensors, ctx.eps, grad_query, grad_key, grad_value), *[None] * 3
+        mixed, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        grads = split_norm_rotate_backward(
+            mixed, q_weight, k_weight, cos, sin, ctx.eps, grad_query, grad_key, grad_value
+        )
+        return *grads, None, None, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -104,10 +106,11 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu_forward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         from megatron_bridge.fused_triton import swiglu_backward
 
-        return swiglu_backward(*ctx.saved_tensors, grad)
+        (x,) = ctx.saved_tensors
+        return swiglu_backward(x, grad)
 
 
 @functools.cache

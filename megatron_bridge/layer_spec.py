@@ -13,7 +13,7 @@ TRANSFORMER_IMPLS = ("auto", "transformer_engine", "local")
 ATTENTION_BACKENDS = ("auto", "flash", "fused")
 
 
-def resolve_transformer_impl(transformer_impl: str = "auto") -> str:
+def resolve_transformer_impl(transformer_impl: str) -> str:
     """`auto` -> `transformer_engine` where CUDA and Transformer Engine are there, else `local`.
 
     Raises ValueError for an unknown name, or for `transformer_engine` where it cannot run.

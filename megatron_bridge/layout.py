@@ -10,22 +10,13 @@ A full Megatron tensor is what a torch_dist checkpoint holds:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_bridge.model_config import ModelArgs, head_dim, padded_vocab_size, query_groups, required
-from megatron_bridge.names import (
-    COPY,
-    GATED,
-    OUTPUT_LAYER,
-    QKV,
-    VOCABULARY,
-    Parameter,
-    find_parameter,
-    hf_names,
-)
+from megatron_bridge.names import GATED, OUTPUT_LAYER, QKV, VOCABULARY, Parameter, find_parameter, hf_names
 
 
 def to_hf(name: str, full: Tensor, model: ModelArgs) -> list[tuple[str, Tensor]]:
@@ -34,10 +25,10 @@ def to_hf(name: str, full: Tensor, model: ModelArgs) -> list[tuple[str, Tensor]]
     `name` carries the global layer number. The result may share memory with `full`. A tied output layer, which the
     last pipeline stage holds as a copy of the embedding, gives nothing.
     """
-    layer, parameter = find_parameter(name, model)
+    parameter = find_parameter(name, model)
     if parameter == OUTPUT_LAYER and not model.untie_embeddings_and_output_weights:
         return []
-    return list(zip(hf_names(layer, parameter), _split(parameter, full, model), strict=True))
+    return list(zip(hf_names(name, model), _split(parameter, full, model), strict=True))
 
 
 def from_hf(name: str, hf: Mapping[str, Tensor], model: ModelArgs, tp: int = 1) -> Tensor:
@@ -45,8 +36,8 @@ def from_hf(name: str, hf: Mapping[str, Tensor], model: ModelArgs, tp: int = 1) 
 
     tp only decides the padding of the vocabulary.
     """
-    layer, parameter = find_parameter(name, model)
-    parts = [hf[hf_name] for hf_name in hf_names(layer, parameter)]
+    parameter = find_parameter(name, model)
+    parts = [hf[hf_name] for hf_name in hf_names(name, model)]
     if parameter.kind == QKV:
         return merge_qkv(*parts, groups=query_groups(model))
     if parameter.kind == GATED:
@@ -56,47 +47,15 @@ def from_hf(name: str, hf: Mapping[str, Tensor], model: ModelArgs, tp: int = 1) 
     return parts[0]
 
 
-def hf_tensors_from_megatron(
-    parameters: Iterable[tuple[str, Tensor]], model: ModelArgs
-) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) for a stream of (global Megatron name, full tensor)."""
-    for name, full in parameters:
-        yield from to_hf(name, full, model)
-
-
-def tp_axis(name: str, model: ModelArgs) -> int | None:
-    """The dimension that tensor parallelism splits; None for a replicated parameter."""
-    return find_parameter(name, model)[1].tp_axis
-
-
 def merge_tp(name: str, shards: Sequence[Tensor], model: ModelArgs) -> Tensor:
     """One full tensor from the shards of all tensor-parallel ranks, in rank order."""
-    parameter = find_parameter(name, model)[1]
+    parameter = find_parameter(name, model)
     if parameter.tp_axis is None or len(shards) == 1:
         return shards[0]
     if parameter.kind == GATED:
         halves = [shard.chunk(2) for shard in shards]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     return torch.cat(list(shards), dim=parameter.tp_axis)
-
-
-def split_tp(name: str, full: Tensor, tp: int, model: ModelArgs) -> list[Tensor]:
-    """The shard of each tensor-parallel rank. The vocabulary is padded (or its padding cut) for this tp.
-
-    Raises ValueError when the dimension does not divide.
-    """
-    parameter = find_parameter(name, model)[1]
-    if parameter.tp_axis is None:
-        return [full] * tp
-    if parameter.kind == VOCABULARY:
-        full = pad_vocabulary(full[: required(model, "vocab_size")], padded_vocab_size(model, tp))
-    units = query_groups(model) if parameter.kind == QKV else full.shape[parameter.tp_axis]
-    if units % tp:
-        raise ValueError(f"tensor-parallel size {tp} does not divide {name} ({units} parts): use a divisor")
-    if parameter.kind == GATED:
-        gate, up = full.chunk(2)
-        return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp), strict=True)]
-    return list(full.chunk(tp, dim=parameter.tp_axis))
 
 
 def merge_qkv(query: Tensor, key: Tensor, value: Tensor, *, groups: int) -> Tensor:
@@ -123,37 +82,38 @@ def pad_vocabulary(weight: Tensor, rows: int) -> Tensor:
 
 def megatron_shape(name: str, model: ModelArgs, tp: int = 1) -> tuple[int, ...]:
     """Shape of the full Megatron tensor."""
-    layer, parameter = find_parameter(name, model)
-    shapes = hf_shapes(name, model)
-    if parameter.kind == VOCABULARY:
+    shapes = list(hf_shapes(name, model).values())
+    if find_parameter(name, model).kind == VOCABULARY:
         return (padded_vocab_size(model, tp), *shapes[0][1:])
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def hf_shapes(name: str, model: ModelArgs) -> list[tuple[int, ...]]:
-    """Shapes of the HF tensors that a Megatron parameter holds."""
-    _, parameter = find_parameter(name, model)
+def hf_shapes(name: str, model: ModelArgs) -> dict[str, tuple[int, ...]]:
+    """{HF name: shape} of the tensors that a Megatron parameter holds."""
+    parameter = find_parameter(name, model)
     hidden, width = required(model, "hidden_size"), head_dim(model)
     ffn = required(model, "ffn_hidden_size" if parameter.expert is None else "moe_ffn_hidden_size")
     query, kv = required(model, "num_attention_heads") * width, query_groups(model) * width
-    if parameter.kind == VOCABULARY:
-        return [(required(model, "vocab_size"), hidden)]
-    if parameter.kind == GATED:
-        return [(ffn, hidden)] * 2
-    if parameter.kind == QKV:
-        tail = () if parameter.megatron.endswith("bias") else (hidden,)
-        return [(rows, *tail) for rows in (query, kv, kv)]
-    assert parameter.kind == COPY
-    shapes = {
+    copied = {
         "self_attention.linear_proj.weight": (hidden, query),
         "mlp.linear_fc2.weight": (hidden, ffn),
         "mlp.router.weight": (model.num_experts or 0, hidden),
         "self_attention.q_layernorm.weight": (width,),
         "self_attention.k_layernorm.weight": (width,),
     }
-    if parameter.expert is not None:
-        return [(hidden, ffn)]
-    return [shapes.get(parameter.megatron, (hidden,))]
+    shapes: list[tuple[int, ...]]
+    if parameter.kind == VOCABULARY:
+        shapes = [(required(model, "vocab_size"), hidden)]
+    elif parameter.kind == GATED:
+        shapes = [(ffn, hidden)] * 2
+    elif parameter.kind == QKV:
+        tail = () if parameter.megatron.endswith("bias") else (hidden,)
+        shapes = [(rows, *tail) for rows in (query, kv, kv)]
+    elif parameter.expert is not None:
+        shapes = [(hidden, ffn)]
+    else:
+        shapes = [copied.get(parameter.megatron, (hidden,))]
+    return dict(zip(hf_names(name, model), shapes, strict=True))
 
 
 def _split(parameter: Parameter, full: Tensor, model: ModelArgs) -> Sequence[Tensor]:

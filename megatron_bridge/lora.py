@@ -63,7 +63,7 @@ class LoraLinear(torch.nn.Module):
         """The layer's own, with the adapters split where they are."""
         from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # of the layer
         for name, axis in self.lora_axes.items():
             if axis is not None:
                 state[prefix + name] = make_tp_sharded_tensor_for_checkpoint(
@@ -162,7 +162,8 @@ def _adapt(linear: Any, name: str, target: str, spec: LoraSpec, seed: int) -> No
     fused_norm = "layer_norm_weight" in linear._parameters
     if fused_norm:
         linear.return_layernorm_output = True
-    linear.__class__ = _with_adapter(type(linear), column)
+    cls: type = type(linear)
+    linear.__class__ = _with_adapter(cls, column)
 
 
 def _mark(parameter: Any, axis: int | None, sequence_parallel: bool) -> None:

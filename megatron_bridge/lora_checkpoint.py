@@ -13,16 +13,16 @@ from megatron_bridge.names import LAYER_PREFIX, split_name
 from megatron_bridge.torch_dist_io import TorchDistReader
 
 
-class MergedReader:
-    """Reads a checkpoint of adapters as if it held the merged weights; shapes and layers are the base's."""
+class MergedReader(TorchDistReader):
+    """Reads a base checkpoint with adapters merged into its weights."""
 
-    def __init__(self, adapters: TorchDistReader, spec: LoraSpec, base: TorchDistReader) -> None:
-        self.directory = base.directory
-        self._adapters, self._spec, self._base = adapters, spec, base
+    def __init__(self, base: Path, adapters: TorchDistReader, spec: LoraSpec) -> None:
+        super().__init__(base)
+        self._adapters, self._spec = adapters, spec
 
     def read(self, name: str) -> Tensor:
         """One full parameter, in the base's dtype."""
-        weight = self._base.read(name)
+        weight = super().read(name)
         layer, rest = split_name(name)
         module, _, kind = rest.rpartition(".")
         if layer is None or kind != "weight" or not self._spec.adapters(module):
@@ -35,17 +35,8 @@ class MergedReader:
             )
         return merge_adapter(weight, a, b, self._spec.scale)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._base.shape(name)
 
-    def has(self, key: str) -> bool:
-        return self._base.has(key)
-
-    def num_layers(self) -> int:
-        return self._base.num_layers()
-
-
-def open_weights(input_dir: str | Path, base_dir: str | Path | None) -> TorchDistReader | MergedReader:
+def open_weights(input_dir: str | Path, base_dir: str | Path | None) -> TorchDistReader:
     """The whole weights of a checkpoint: its own, or those of its adapters' base with the adapters merged in.
 
     base_dir: where the base is now, if it is no longer where the run had it. ValueError where it is not found, or is
@@ -61,7 +52,7 @@ def open_weights(input_dir: str | Path, base_dir: str | Path | None) -> TorchDis
     base = base_dir or spec.base
     if base is None or not Path(base).is_dir():
         raise ValueError(f"{directory} holds LoRA adapters of {base}, which is not there: give its place as --base-dir")
-    return MergedReader(reader, spec, TorchDistReader(resolve_checkpoint_dir(base)))
+    return MergedReader(resolve_checkpoint_dir(base), reader, spec)
 
 
 def read_adapter(reader: TorchDistReader, layer: int, module: str) -> tuple[Tensor, Tensor]:

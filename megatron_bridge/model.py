@@ -6,7 +6,7 @@ Shapes. T = tokens of the micro-batch, V = padded vocabulary, H = hidden size, t
 
 - last pipeline stage: logits [1, T, V/tp], this rank's slice of the vocabulary, in `params_dtype`. Columns of the
   padding are `PADDED_LOGIT`, so that a softmax over all V columns is the softmax over the real vocabulary.
-- with `output="hidden"`, the last stage returns the hidden states behind the final norm instead, [1, T, H] ([1, T/tp,
+- with `output="hidden"`, the last stage returns the hidden states after the final norm instead, [1, T, H] ([1, T/tp,
   H] with sequence parallelism), for a caller that makes log-probs from them and `output_weight(model)` in chunks.
 - other stages: hidden states [T, 1, H] ([T/tp, 1, H] with sequence parallelism), for the next stage.
 - `packed` from `packed_seq_params(lengths)`; the lengths must sum to T, so padding is a sequence of its own. T must
@@ -20,20 +20,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from megatron_bridge.cpu_compat import install_cpu_compat
 from megatron_bridge.layer_spec import resolve_attention_backend, resolve_transformer_impl
-from megatron_bridge.model_config import (
-    ModelArgs,
-    head_dim,
-    moe_layers,
-    padded_vocab_size,
-    required,
-)
+from megatron_bridge.model_config import ModelArgs, head_dim, moe_layers, padded_vocab_size, required
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 PADDED_LOGIT = -1e9
 """Logit of a vocabulary entry that only exists as padding: its probability is exactly 0 in fp32."""
@@ -49,8 +46,8 @@ def build_gpt_model(
     attention_backend: str = "auto",
     output: str = "logits",
     gradient_accumulation_fusion: bool = False,
-):  # type: ignore[no-untyped-def]
-    """This rank's part of the model (`parallel_state` must be initialised, see `init_parallel`).
+) -> Any:
+    """This rank's part of the model (`parallel_state` must be initialised).
 
     `config` comes from `transformer_config`. `pre_process` and `post_process` say whether this pipeline stage
     holds the embedding and the output layer.
@@ -96,13 +93,16 @@ def build_gpt_model(
         _return_hidden_states(gpt)
     elif post_process:
         _mask_padded_vocabulary(gpt, model, tp)
-    _reduce_experts_apart(gpt)
+    _mark_experts(gpt)
     return gpt
 
 
-def _reduce_experts_apart(gpt: Any) -> None:
-    """Over the expert-data-parallel group, which Megatron itself only says when ep > 1: at tp > etp the copies of an
-    expert on several tensor-parallel ranks see other tokens, too."""
+def _mark_experts(gpt: Any) -> None:
+    """Have gradients of experts reduced over the expert-data-parallel group.
+
+    Megatron itself only says so when ep > 1: at tp > etp the copies of an expert on several tensor-parallel ranks see
+    other tokens, too.
+    """
     for name, parameter in gpt.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
@@ -197,14 +197,14 @@ def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device)
 
 
-def packed_seq_params(  # type: ignore[no-untyped-def]
+def packed_seq_params(
     lengths: Sequence[int],
-    device: torch.device | str | None = None,
+    device: torch.device | str = "cpu",
     *,
     cp: int = 1,
     cp_rank: int = 0,
     positions: torch.Tensor | None = None,
-):
+) -> PackedSeqParams:
     """Megatron's PackedSeqParams (format `thd`) for sequences of these lengths, one after the other.
 
     With cp > 1 the lengths are still those of the whole sequences (multiples of 2 * cp); the model is then given the
@@ -214,7 +214,6 @@ def packed_seq_params(  # type: ignore[no-untyped-def]
     from megatron_bridge.attention import PackedLayout
     from megatron_bridge.zigzag import chunk_layout, zigzag_rows
 
-    device = "cpu" if device is None else device
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     if positions is None:
         of_whole = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(lengths))
@@ -229,28 +228,3 @@ def packed_seq_params(  # type: ignore[no-untyped-def]
         positions=positions,
         chunks=chunk_layout(lengths, cp, cp_rank, device) if cp > 1 else None,
     )
-
-
-def init_parallel(
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    *,
-    vpp: int | None = None,
-    seed: int = 1234,
-) -> None:
-    """Initialise Megatron's parallel groups and random states over the running torch.distributed group."""
-    install_cpu_compat()
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        virtual_pipeline_model_parallel_size=vpp,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -9,8 +9,8 @@ names; the norm before a mixture of experts stands alone in both), and experts a
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_bridge.model_config import ModelArgs, moe_layers
@@ -45,12 +45,8 @@ class Parameter:
 
     def of_expert(self, expert: int) -> Parameter:
         """The parameter of one expert, from a table entry with the place-holder EXPERT in its names."""
-        return dataclasses.replace(
-            self,
-            megatron=self.megatron.replace(EXPERT, str(expert)),
-            hf=tuple(name.replace(EXPERT, str(expert)) for name in self.hf),
-            expert=expert,
-        )
+        hf = tuple(name.replace(EXPERT, str(expert)) for name in self.hf)
+        return Parameter(self.megatron.replace(EXPERT, str(expert)), hf, self.kind, self.tp_axis, expert)
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,6 @@ class Family:
     model_type: str
     parent: Family | None = None
     layer: tuple[Parameter, ...] = ()
-    top: tuple[Parameter, ...] = ()
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     experts: bool = False
@@ -74,10 +69,6 @@ class Family:
 
     def _attention_parameters(self) -> tuple[Parameter, ...]:
         return (self.parent._attention_parameters() if self.parent else ()) + self.layer
-
-    def top_parameters(self) -> tuple[Parameter, ...]:
-        """Parameters outside the layers."""
-        return (self.parent.top_parameters() if self.parent else ()) + self.top
 
 
 EXPERT = "{expert}"
@@ -102,7 +93,10 @@ EXPERT_MLP = (
 )
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY, 0)
+FINAL_NORM = Parameter("decoder.final_layernorm.weight", ("model.norm.weight",))
 OUTPUT_LAYER = Parameter("output_layer.weight", ("lm_head.weight",), VOCABULARY, 0)
+TOP = (EMBEDDING, FINAL_NORM, OUTPUT_LAYER)
+"""Parameters outside the layers."""
 
 LLAMA = Family(
     "llama",
@@ -116,7 +110,6 @@ LLAMA = Family(
         ),
         Parameter("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), COPY, 1),
     ),
-    top=(EMBEDDING, Parameter("decoder.final_layernorm.weight", ("model.norm.weight",)), OUTPUT_LAYER),
 )
 
 QWEN2 = Family(
@@ -206,23 +199,21 @@ def global_name(name: str, model: ModelArgs, layer_offset: int = 0, expert_offse
     return f"{LAYER_PREFIX}{layer}.{rest}"
 
 
-def find_parameter(name: str, model: ModelArgs) -> tuple[int | None, Parameter]:
-    """Global layer number and table entry of a Megatron parameter. ValueError for an unknown name."""
+def find_parameter(name: str, model: ModelArgs) -> Parameter:
+    """Table entry of a Megatron parameter, by its global name. ValueError for an unknown name."""
     layer, rest = split_name(name)
-    family = family_of(model)
-    for parameter in family.top_parameters() if layer is None else family.layer_parameters():
+    expert, _ = split_expert(rest)
+    entries: Iterable[Parameter]
+    if layer is None:
+        entries = TOP
+    elif expert is not None and expert < (model.num_experts or 0):
+        entries = (entry.of_expert(expert) for entry in EXPERT_MLP)
+    else:
+        entries = family_of(model).layer_parameters() + (MOE_LAYER if model.num_experts else ())
+    for parameter in entries:
         if parameter.megatron == rest:
-            return layer, parameter
-    if layer is not None and model.num_experts is not None:
-        expert, _ = split_expert(rest)
-        if expert is not None and expert < model.num_experts:
-            entries = tuple(entry.of_expert(expert) for entry in EXPERT_MLP)
-        else:
-            entries = MOE_LAYER
-        for parameter in entries:
-            if parameter.megatron == rest:
-                return layer, parameter
-    raise ValueError(f"Megatron parameter {name} is unknown to the {family.model_type} name table")
+            return parameter
+    raise ValueError(f"Megatron parameter {name} is unknown to the {family_of(model).model_type} name table")
 
 
 def megatron_names(model: ModelArgs) -> list[str]:
@@ -233,11 +224,12 @@ def megatron_names(model: ModelArgs) -> list[str]:
         for layer, experts in enumerate(moe_layers(model))
         for parameter in family.layer_parameters((model.num_experts or 0) if experts else 0)
     ]
-    embedding, final_norm, output = (parameter.megatron for parameter in family.top_parameters())
-    return [embedding, *layers, final_norm, *([output] if model.untie_embeddings_and_output_weights else [])]
+    output = [OUTPUT_LAYER.megatron] if model.untie_embeddings_and_output_weights else []
+    return [EMBEDDING.megatron, *layers, FINAL_NORM.megatron, *output]
 
 
-def hf_names(layer: int | None, parameter: Parameter) -> list[str]:
+def hf_names(name: str, model: ModelArgs) -> list[str]:
     """Full names of the HF tensors that a Megatron parameter holds."""
+    layer, _ = split_name(name)
     prefix = "" if layer is None else f"{HF_LAYER_PREFIX}{layer}."
-    return [prefix + name for name in parameter.hf]
+    return [prefix + hf_name for hf_name in find_parameter(name, model).hf]

@@ -20,7 +20,7 @@ from megatron_bridge.layout import megatron_shape, to_hf
 from megatron_bridge.lora_checkpoint import read_adapter
 from megatron_bridge.lora_spec import LORA_A, LORA_B, LORA_FILE, TARGET_MODULES, LoraSpec
 from megatron_bridge.model_config import ModelArgs, required
-from megatron_bridge.names import LAYER_PREFIX, find_parameter, hf_names
+from megatron_bridge.names import LAYER_PREFIX
 from megatron_bridge.torch_dist_io import TorchDistReader
 
 PEFT_PREFIX = "base_model.model."
@@ -61,20 +61,11 @@ def export_peft(
         "fan_in_fan_out": False,
         "use_rslora": False,
         "inference_mode": True,
-        "target_modules": sorted(_peft_modules(modules, model)),
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),  # ....q_proj.lora_A.weight
     }
     with replace_directory(output_dir, force=force, sources=[input_dir, origin_hf_dir]) as out:
         (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def _peft_modules(modules: list[str], model: ModelArgs) -> set[str]:
-    """`self_attention.linear_qkv` -> `q_proj`, `k_proj`, `v_proj`."""
-    names: set[str] = set()
-    for module in modules:
-        _, parameter = find_parameter(f"{LAYER_PREFIX}0.{module}.weight", model)
-        names |= {name.split(".")[-2] for name in hf_names(0, parameter)}
-    return names
 
 
 def _check_adapters(reader: TorchDistReader, spec: LoraSpec, model: ModelArgs) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -33,7 +32,5 @@ class ReadAhead(Generic[T]):
     def __enter__(self) -> ReadAhead[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._thread.shutdown(cancel_futures=True)

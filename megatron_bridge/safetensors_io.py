@@ -82,7 +82,7 @@ def read_header(path: Path) -> tuple[bytes, list[TensorEntry]]:
     try:
         header: dict[str, Any] = json.loads(raw)
     except ValueError:
-        raise ValueError(f"{path} is no safetensors file: its header is damaged") from None
+        raise ValueError(f"{path} is not a safetensors file: its header is damaged") from None
     entries = []
     for name, info in header.items():
         if name == "__metadata__":

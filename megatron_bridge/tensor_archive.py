@@ -36,7 +36,7 @@ def load_archive(archive: Tensor) -> Tensor:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, archive: Tensor) -> None:
         self._archive = archive
-        with zipfile.ZipFile(io.BufferedReader(_Bytes(archive))) as file:  # type: ignore[type-var]
+        with zipfile.ZipFile(io.BufferedReader(_Bytes(archive))) as file:
             self._records = {info.filename.partition("/")[2]: info for info in file.infolist()}
         super().__init__(io.BytesIO(self._record("data.pkl").numpy().data))
 
@@ -44,7 +44,7 @@ class _Unpickler(pickle.Unpickler):
         info = self._records[name]
         if info.compress_type != zipfile.ZIP_STORED:
             raise zipfile.BadZipFile(f"{name} is compressed")
-        header = self._archive[info.header_offset :][: _LOCAL_HEADER.size].numpy()
+        header = self._archive[info.header_offset :][: _LOCAL_HEADER.size].numpy().data
         start = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
         return self._archive[start : start + info.file_size]
 
@@ -55,7 +55,7 @@ class _Unpickler(pickle.Unpickler):
             return collections.OrderedDict
         if module == "torch" and name.endswith("Storage"):
             return torch.__dict__[name].dtype
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a tensor")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a part of a tensor")
 
     def persistent_load(self, pid: tuple[str, torch.dtype, str, str, int]) -> Tensor:
         """The storage, as a tensor of one dimension."""
@@ -71,7 +71,7 @@ class _Bytes(io.RawIOBase):
     """A uint8 tensor as a readable file."""
 
     def __init__(self, values: Tensor) -> None:
-        self._view, self._at = memoryview(values.numpy()), 0
+        self._view, self._at = values.numpy().data, 0
 
     def readable(self) -> bool:
         return True

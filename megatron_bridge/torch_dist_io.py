@@ -75,9 +75,9 @@ class _LazySavePlanner(SavePlanner):
 
     def __init__(
         self, shapes: dict[str, tuple[int, ...]], dtype_of: Callable[[str], torch.dtype], model: ModelArgs,
-        value_of: Callable[[str], Tensor], written: Callable[[str], None],
+        value_of: Callable[[str], Tensor],
     ) -> None:  # fmt: skip
-        self.value_of, self.written = value_of, written
+        self.value_of = value_of
         self.names: dict[MetadataIndex, str] = {}
         items = []
         alike = alike_layers(model)
@@ -116,9 +116,7 @@ class _LazySavePlanner(SavePlanner):
         # The global plan adds chunk numbers to the indices; MetadataIndex ignores them in comparisons.
         name = self.names[write_item.index]
         assert write_item.tensor_data is not None
-        value = self.value_of(name).reshape(write_item.tensor_data.chunk.sizes)
-        self.written(name)
-        return value
+        return self.value_of(name).reshape(write_item.tensor_data.chunk.sizes)
 
 
 def write_torch_dist(
@@ -129,11 +127,10 @@ def write_torch_dist(
     *,
     model: ModelArgs,
     common: dict[str, Any],
-    written: Callable[[str], None],
 ) -> None:
     """Write a checkpoint of full Megatron tensors, one after the other.
 
-    shapes: full shape by global parameter name. `value_of(name)` gives the tensor, `written(name)` is told after.
+    shapes: full shape by global parameter name. `value_of(name)` gives the tensor when it is written.
     common: what Megatron keeps in common.pt.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -143,7 +140,7 @@ def write_torch_dist(
     writer.fs = _DirectFileSystem()
     try:
         with warnings.catch_warnings(), no_checksums():
-            planner = _LazySavePlanner(shapes, dtype_of, model, value_of, written)
+            planner = _LazySavePlanner(shapes, dtype_of, model, value_of)
             # It remarks that one process saves, which is what no_dist asks for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
@@ -195,7 +192,7 @@ class TorchDistReader:
             path = self.directory / ".metadata"
             raise ValueError(f"{path} is damaged or incomplete: copy the checkpoint again ({error})") from None
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
-        """Of each key that was read, the chunks by the numbers of the parameters that they hold something of."""
+        """For each key that was read, its chunks by the numbers of the parameters that they hold something of."""
 
     def find(self, name: str) -> tuple[TensorStorageMetadata, Place]:
         """Metadata and place of a parameter. ValueError when the checkpoint lacks it."""
@@ -206,14 +203,6 @@ class TorchDistReader:
                     break
                 return stored, place
         raise ValueError(f"{self.directory} has no tensor {name}: it belongs to another model")
-
-    @property
-    def keys(self) -> set[str]:
-        """All keys, those of the optimizer included."""
-        return set(self.metadata.state_dict_metadata)
-
-    def has(self, key: str) -> bool:
-        return key in self.metadata.state_dict_metadata
 
     def holds(self, name: str) -> bool:
         """Whether there is a parameter of this global name."""
@@ -228,8 +217,7 @@ class TorchDistReader:
         for key, stored in self.metadata.state_dict_metadata.items():
             if key == f"{LAYER_PREFIX}self_attention.linear_qkv.weight" and isinstance(stored, TensorStorageMetadata):
                 return stored.size[0]
-        layers = {split_name(key)[0] for key in self.keys if key.startswith(LAYER_PREFIX)} - {None}
-        return len(layers)
+        return len({split_name(key)[0] for key in self.metadata.state_dict_metadata} - {None})
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Full shape of one parameter (vocabulary padding included)."""

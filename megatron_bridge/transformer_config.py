@@ -42,7 +42,7 @@ def transformer_config(
     recompute_modules: Sequence[str] | None = None,
     transformer_impl: str = "auto",
     **overrides: Any,
-):  # type: ignore[no-untyped-def]
+) -> Any:
     """Megatron's TransformerConfig for the model and its parallel layout.
 
     ep, etp: expert-parallel size, and tensor-parallel size inside an expert (independent of `tp`). `overrides` are

@@ -19,7 +19,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from megatron_bridge.checkpoint import load_model_state, model_state_dict, resolve_checkpoint_dir
 from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
+from megatron_bridge.cpu_compat import install_cpu_compat
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 
 _COMMON = dict(
@@ -127,6 +129,37 @@ def assert_converts_back(checkpoint: Path, source: Path) -> None:
     assert all(torch.equal(back[name], original[name]) for name in original), checkpoint
 
 
+def init_parallel(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> None:
+    """Initialise Megatron's parallel groups and random states over the running torch.distributed group."""
+    install_cpu_compat()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+def save_model(gpt: Any, directory: Path) -> None:
+    """Save only the weights into `directory` (created). Collective."""
+    from megatron.core import dist_checkpointing
+
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(model_state_dict(gpt), str(directory))
+
+
+def load_model(gpt: Any, path: Path) -> None:
+    """Load only the weights, from a checkpoint of any layout. Collective."""
+    from megatron.core import dist_checkpointing
+
+    load_model_state(gpt, dist_checkpointing.load(model_state_dict(gpt), str(resolve_checkpoint_dir(path))))
+
+
 def build_model(
     directory: Path, *, tp=1, pp=1, cp=1, ep=1, etp=1, sequence_parallel=False, first=None, last=None
 ) -> tuple[Any, Any]:
@@ -136,7 +169,7 @@ def build_model(
     """
     from megatron.core import parallel_state
 
-    from megatron_bridge.model import build_gpt_model, init_parallel
+    from megatron_bridge.model import build_gpt_model
     from megatron_bridge.transformer_config import transformer_config
 
     init_parallel(tp, pp, cp, ep, etp)

@@ -20,9 +20,9 @@ from megatron_bridge.checkpoint import latest_iteration, resolve_checkpoint_dir
 from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf, replace_directory
 from megatron_bridge.flags import to_flags
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
-from megatron_bridge.layout import from_hf, megatron_shape, merge_tp, split_tp, to_hf
-from megatron_bridge.model_config import check_pipeline, padded_vocab_size
-from megatron_bridge.names import FAMILIES, find_parameter, global_name, hf_names, megatron_names
+from megatron_bridge.layout import from_hf, megatron_shape, merge_tp, to_hf
+from megatron_bridge.model_config import ModelArgs, check_pipeline, padded_vocab_size
+from megatron_bridge.names import FAMILIES, GATED, find_parameter, global_name, hf_names, megatron_names
 from megatron_bridge.torch_dist_io import TorchDistReader
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
@@ -90,6 +90,17 @@ def test_an_expert_is_found_without_a_look_at_all_others(bf16_checkpoints, tmp_p
     assert len(given) == len(megatron_names(model)) and set(given) == {1}
 
 
+def split_tp(name: str, full: torch.Tensor, tp: int, model: ModelArgs) -> list[torch.Tensor]:
+    """The shard of each tensor-parallel rank."""
+    parameter = find_parameter(name, model)
+    if parameter.tp_axis is None:
+        return [full] * tp
+    if parameter.kind == GATED:
+        gate, up = full.chunk(2)
+        return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp), strict=True)]
+    return list(full.chunk(tp, dim=parameter.tp_axis))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_of_every_parameter_merge_to_the_full_tensor(kind, bf16_checkpoints):
     source = bf16_checkpoints[kind]
@@ -133,7 +144,7 @@ def test_experts_are_numbered_over_all_ranks(local, bf16_checkpoints):
     model = model_args_from_hf(read_hf_config(bf16_checkpoints["qwen3_moe"]))
     name = global_name(f"decoder.layers.0.mlp.experts.{local}", model, layer_offset=2, expert_offset=3)
     assert name == "decoder.layers.2.mlp.experts.experts.4.linear_fc2.weight"
-    assert hf_names(*find_parameter(name, model)) == ["model.layers.2.mlp.experts.4.down_proj.weight"]
+    assert hf_names(name, model) == ["model.layers.2.mlp.experts.4.down_proj.weight"]
     with pytest.raises(ValueError, match="unknown"):
         find_parameter("decoder.layers.0.mlp.experts.experts.6.linear_fc2.weight", model)
 

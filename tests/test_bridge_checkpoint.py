@@ -31,9 +31,9 @@ class GroupedExperts:
 
 
 def test_no_extra_state_is_saved_or_asked_for_and_none_is_missed():
-    state = model_state_dict([GroupedExperts()])
+    state = model_state_dict(GroupedExperts())
     assert tuple(state["model"]) == WEIGHTS
-    load_model_state([GroupedExperts()], state)
+    load_model_state(GroupedExperts(), state)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from bridge_models import DENSE_KINDS as KINDS
-from bridge_models import LENGTHS, assert_converts_back, build_model, hf_weights, sequences, write_references
+from bridge_models import (
+    LENGTHS,
+    assert_converts_back,
+    build_model,
+    hf_weights,
+    load_model,
+    save_model,
+    sequences,
+    write_references,
+)
 from dist_utils import run_distributed
 
-from megatron_bridge.checkpoint import load_model, model_state_dict, save_model, write_latest
-from megatron_bridge.layout import hf_tensors_from_megatron, merge_tp
+from megatron_bridge.checkpoint import model_state_dict, write_latest
+from megatron_bridge.layout import merge_tp, to_hf
 from megatron_bridge.names import global_name
 
 TOLERANCE = 1e-4
@@ -69,7 +78,7 @@ def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
             directory = Path(root) / kind
             expected = torch.load(directory / "logits.pt")
             gpt, model = build_model(directory, **layout)
-            load_model([gpt], directory / "td")
+            load_model(gpt, directory / "td")
             case = f"{kind} {layout}"
             tokens = torch.cat(sequences())
             errors[case] = difference(logits(gpt, model, tokens, LENGTHS), expected)
@@ -84,7 +93,7 @@ def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
             if kind == KINDS[number % len(KINDS)]:  # one for each layout
                 saved = directory / f"saved-{world_size}-{number}"
                 if number % 2 == 0:
-                    save_model([gpt], saved / "iter_0000003")
+                    save_model(gpt, saved / "iter_0000003")
                 else:
                     save_with_optimizer(gpt, saved / "iter_0000003")
                 if rank == 0:
@@ -145,7 +154,7 @@ def check_weight_export(gpt, model, directory: Path, tp: int) -> None:
             name = global_name(local_name, model, offset)
             yield name, merge_tp(name, shards, model)
 
-    exported = dict(hf_tensors_from_megatron(gathered(), model))
+    exported = dict(pair for name, full in gathered() for pair in to_hf(name, full, model))
     assert all(torch.equal(value, original[name]) for name, value in exported.items())
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         assert exported.keys() == original.keys()
@@ -161,6 +170,6 @@ def save_with_optimizer(gpt, directory: Path) -> None:
     dist.barrier()
     ddp = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=0.0), [ddp])
-    state = model_state_dict([gpt])
+    state = model_state_dict(gpt)
     state["optimizer"] = optimizer.sharded_state_dict(state)
     dist_checkpointing.save(state, str(directory))

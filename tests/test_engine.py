@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import tensor_checksum
+from slime_retool.engine.process import answers
 from slime_retool.errors import EngineError, WeightUpdateError
 from slime_retool.protocols import Completion
 from slime_retool.rollout.context import RolloutContext
@@ -175,7 +176,7 @@ def test_a_paused_engine_is_healthy_and_answers_after_it_is_resumed(running: Run
     try:
         asking.join(1.0)
         assert asking.is_alive() and not results
-        assert admin.health()
+        assert answers(f"{admin.url}/health")
     finally:
         admin.resume()
         asking.join(200)
@@ -286,7 +287,7 @@ def test_an_engine_answers_after_it_gave_back_its_memory_and_took_it_again(runni
     admin.pause()
     admin.flush_cache()
     admin.release_memory(["weights", "kv_cache"])
-    assert admin.health()
+    assert answers(f"{admin.url}/health")
     admin.resume_memory(["weights"])
     admin.update_weights_from_disk(str(running.folder / "model_0"))
     admin.flush_cache()
@@ -301,12 +302,12 @@ def test_a_refused_update_raises_with_the_servers_words(running: Running):
         running.admin.update_weights_from_disk(str(running.folder / "nothing"))
     with pytest.raises(WeightUpdateError, match="does not exist"):
         running.admin.destroy_weights_update_group("nothing")
-    assert running.admin.health()
+    assert answers(f"{running.admin.url}/health")
 
 
 def test_an_engine_that_cannot_be_reached_raises():
     admin = EngineAdmin("http://127.0.0.1:9", timeout=5)
-    assert not admin.health()
+    assert not answers(f"{admin.url}/health")
     with pytest.raises(WeightUpdateError, match="cannot be reached"):
         admin.pause()
 

@@ -96,7 +96,7 @@ def test_descendants_end_when_the_server_dies_by_itself(tmp_path: Path):
     mark = new_mark()
     process = start(tmp_path, mark, FAMILY.format(prelude=""), 0.5)
     wait_for_family(process)
-    server = next(pid for pid in processes_with(mark) if os.getsid(pid) == pid and pid != process.pid)
+    server = next(pid for pid in processes_with(mark) if os.getsid(pid) == pid and pid != process._process.pid)
     os.kill(server, signal.SIGKILL)
     assert wait_until_gone(mark) == {}
     assert not process.alive
@@ -215,7 +215,7 @@ def test_only_a_taken_port_is_worth_another_start():
 
 def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
     config = engine_config(tmp_path, tmp_path, seed=7)
-    flags = server_flags(config, model_path=str(tmp_path), rank=2)
+    flags = server_flags(config, rank=2)
     assert flags["--device"] == ["cpu"] and flags["--dtype"] == ["float32"]
     assert flags["--attention-backend"] == ["torch_native"] and flags["--skip-server-warmup"] == []
     assert flags["--random-seed"] == ["9"] and flags["--weight-version"] == ["0"]
@@ -226,8 +226,10 @@ def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
 
 
 def test_a_gpu_engine_leaves_backends_to_sglang_and_takes_the_devices_given(tmp_path: Path):
-    config = Config(device="cuda", rollout_num_gpus_per_engine=2, sglang_mem_fraction_static=0.7)
-    flags = server_flags(config, model_path=str(tmp_path))
+    config = Config(
+        device="cuda", hf_checkpoint=str(tmp_path), rollout_num_gpus_per_engine=2, sglang_mem_fraction_static=0.7
+    )
+    flags = server_flags(config)
     assert flags["--tp-size"] == ["2"] and flags["--mem-fraction-static"] == ["0.7"]
     assert not {"--device", "--attention-backend", "--dtype", "--max-total-tokens"} & set(flags)
     assert server_environment(config, [4, 5])["CUDA_VISIBLE_DEVICES"] == "4,5"
@@ -235,7 +237,7 @@ def test_a_gpu_engine_leaves_backends_to_sglang_and_takes_the_devices_given(tmp_
 
 def test_gpu_engines_gather_prefills_unless_told_otherwise(tmp_path: Path):
     def flags(**values: object) -> dict[str, list[str]]:
-        return server_flags(Config(device="cuda", **values), model_path=str(tmp_path))
+        return server_flags(Config(device="cuda", **values, hf_checkpoint=str(tmp_path)))
 
     assert flags().items() >= GATHER_PREFILLS.items()
     given = {"--prefill-delayer-max-delay-ms": ["100"]}
@@ -247,25 +249,25 @@ def test_gpu_engines_gather_prefills_unless_told_otherwise(tmp_path: Path):
         {"sglang_server_flags": {"--max-running-requests": ["64"]}},
     ):
         assert not GATHER_PREFILLS.keys() & flags(**off).keys()
-    assert not GATHER_PREFILLS.keys() & server_flags(Config(device="cpu"), model_path=str(tmp_path)).keys()
+    assert not GATHER_PREFILLS.keys() & server_flags(Config(device="cpu", hf_checkpoint=str(tmp_path))).keys()
 
 
 def test_the_context_is_never_longer_than_the_models_positions(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
     config = engine_config(tmp_path, tmp_path, rollout_max_context_len=512)
-    assert server_flags(config, model_path=str(tmp_path))["--context-length"] == ["512"]
+    assert server_flags(config)["--context-length"] == ["512"]
 
 
 def test_undeclared_flags_are_passed_through_and_replace_defaults(tmp_path: Path):
     flags = {"--attention-backend": ["intel_amx"], "--enable-metrics": []}
     config = engine_config(tmp_path, tmp_path, sglang_server_flags=flags)
-    assert flags.items() <= server_flags(config, model_path=str(tmp_path)).items()
+    assert flags.items() <= server_flags(config).items()
 
 
 @pytest.mark.parametrize("name", ["--port", "--model-path", "--tp-size", "--random-seed", "--context-length"])
 def test_a_flag_that_holds_a_value_of_the_run_cannot_be_passed_through(name: str, tmp_path: Path):
     config = engine_config(tmp_path, tmp_path, sglang_server_flags={name: ["1"]})
-    for check in (ServerFlagCheck, lambda config: server_flags(config, model_path=str(tmp_path))):
+    for check in (ServerFlagCheck, server_flags):
         with pytest.raises(ConfigError, match=f"{name} is set from"):
             check(config)
 
@@ -285,7 +287,7 @@ def test_sglang_is_asked_nothing_without_flags_or_engines_of_the_run(values: dic
 
 def test_only_engines_that_give_back_memory_get_the_memory_saver(tmp_path: Path):
     def saves(**values: object) -> bool:
-        return "--enable-memory-saver" in server_flags(Config(device="cuda", **values), model_path=str(tmp_path))
+        return "--enable-memory-saver" in server_flags(Config(device="cuda", **values, hf_checkpoint=str(tmp_path)))
 
     assert saves(colocate=True) and saves(offload_rollout=True)
     assert not saves() and not saves(colocate=True, offload_rollout=False)
@@ -293,8 +295,10 @@ def test_only_engines_that_give_back_memory_get_the_memory_saver(tmp_path: Path)
 
 def test_the_default_cache_on_a_cpu_holds_the_batch_within_a_bound():
     def tokens(**values: object) -> int:
-        config = Config(device="cpu", rollout_max_context_len=1000, n_samples_per_prompt=4, **values)
-        return int(server_flags(config, model_path="/none")["--max-total-tokens"][0])
+        config = Config(
+            device="cpu", hf_checkpoint="/none", rollout_max_context_len=1000, n_samples_per_prompt=4, **values
+        )
+        return int(server_flags(config)["--max-total-tokens"][0])
 
     assert tokens(rollout_batch_size=2) == 8 * 1000
     assert tokens(rollout_batch_size=1000) == 65_536

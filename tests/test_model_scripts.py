@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bridge_models import init_parallel
 from dist_utils import run_distributed
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -133,7 +134,7 @@ def test_megatron_builds_every_model_with_these_shapes(models):
 
 
 def build_all(rank: int, world_size: int, models: dict[str, ModelArgs]) -> dict[str, dict[str, tuple[int, ...]]]:
-    from megatron_bridge.model import build_gpt_model, init_parallel
+    from megatron_bridge.model import build_gpt_model
     from megatron_bridge.transformer_config import transformer_config
 
     init_parallel()

@@ -11,10 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bridge_models import LENGTHS, assert_converts_back, build_model, hf_weights, sequences, write_references
+from bridge_models import (
+    LENGTHS,
+    assert_converts_back,
+    build_model,
+    hf_weights,
+    load_model,
+    save_model,
+    sequences,
+    write_references,
+)
 from dist_utils import run_distributed
 
-from megatron_bridge.checkpoint import load_model, save_model, write_latest
+from megatron_bridge.checkpoint import write_latest
 from megatron_bridge.zigzag import chunk_layout, padded_length, zigzag_rows
 
 MOE = ("qwen3_moe", "qwen3_mixed")
@@ -86,12 +95,12 @@ def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
     for kind, layout in LAYOUTS[world_size]:
         directory = Path(root) / kind
         gpt, model = build_model(directory, **layout)
-        load_model([gpt], directory / "td")
+        load_model(gpt, directory / "td")
         errors[f"{kind} {layout}"] = largest_difference(gpt, model, torch.load(directory / "logits.pt"))
         check_weight_export(rank, gpt, model, directory)
         if (kind, layout) in SAVED:
             saved = Path(root) / f"saved{SAVED.index((kind, layout))}"
-            save_model([gpt], saved / "iter_0000003")
+            save_model(gpt, saved / "iter_0000003")
             if rank == 0:
                 write_latest(saved, 3)
             dist.barrier()

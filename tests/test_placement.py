@@ -14,6 +14,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray_utils import Host, pretend_hosts
 
+from slime_retool.cluster import placement as placement_module
 from slime_retool.cluster.files import check_files
 from slime_retool.cluster.placement import Placement, Slot, place
 from slime_retool.config import Config
@@ -45,8 +46,8 @@ def config_of(**values: object) -> Config:
 
 
 @contextmanager
-def placed(timeout: float = 60.0, **values: object) -> Iterator[Placement]:
-    placement = place(config_of(**values), timeout=timeout)
+def placed(**values: object) -> Iterator[Placement]:
+    placement = place(config_of(**values))
     try:
         yield placement
     finally:
@@ -154,12 +155,15 @@ def test_what_no_free_cluster_could_hold_is_refused_at_once(hosts: Hosts, values
         place(config_of(**values))
 
 
-def test_gpus_that_others_hold_are_an_error_and_nothing_stays_reserved(hosts: Hosts) -> None:
+def test_gpus_that_others_hold_are_an_error_and_nothing_stays_reserved(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement_module, "PLACEMENT_SECONDS", 1.0)
     others = placement_group([{"GPU": 4}])
     assert others.wait(30)
     try:
         with pytest.raises(ConfigError, match=r"no place within 1 s for 2 x 3 GPUs, .* all on different hosts"):
-            place(config_of(actor_num_nodes=2, actor_num_gpus_per_node=3, rollout_num_gpus=1), timeout=1)
+            place(config_of(actor_num_nodes=2, actor_num_gpus_per_node=3, rollout_num_gpus=1))
     finally:
         remove_placement_group(others)
     free = placement_group([{"GPU": 4}, {"GPU": 4}, {"GPU": 2}])

@@ -49,5 +49,5 @@ def test_the_store_listens_on_the_address_given_only():
 
 
 def test_rank_0_of_the_trainer_listens_where_it_sends_the_others():
-    actor = TrainerActor.__ray_actor_class__(Config(device="cpu"), 0)
+    actor = TrainerActor.__ray_actor_class__(Config(device="cpu"), 0, roles="all", several_hosts=False)
     assert_taken(int(actor.rendezvous().removeprefix("tcp://127.0.0.1:")))

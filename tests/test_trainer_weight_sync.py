@@ -254,13 +254,14 @@ def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: i
 
     config = tiny_config(
         **MODEL, **layout, seed=first, lr=1e-2, max_tokens_per_gpu=64, output_dir=root,
-        distributed_timeout_minutes=TIMEOUT_MINUTES,
+        distributed_timeout_minutes=TIMEOUT_MINUTES, update_weight_buffer_size=20_000,
     )  # fmt: skip
     trainer = make_trainer(rank, world_size, config)
     probe = TrainSample(PROMPT, [0] + [1] * (len(PROMPT) - 1))
     out: dict[str, Any] = {"rounds": []}
     for step, transport in enumerate(TRANSPORTS):
-        sync = WeightSync(trainer, [url], transport=transport, bucket_bytes=20_000, weight_version=first + step)
+        sync = WeightSync(trainer, [url], transport=transport)
+        sync.weight_version = first + step
         version = sync.update()
         mine = sync.weight_checksums()
         log_probs = trainer.log_probs([probe]).tolist()[1:]
@@ -277,7 +278,8 @@ def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: i
         trainer.train(RolloutBatch(random_samples(seed=step)), step)
     out["refused"] = {}
     for transport, urls in (("broadcast", ["http://127.0.0.1:9"]), ("ipc", ["http://127.0.0.1:9"])):
-        sync = WeightSync(trainer, urls, transport=transport, weight_version=7)
+        sync = WeightSync(trainer, urls, transport=transport)
+        sync.weight_version = 7
         try:
             sync.update()
             out["refused"][transport] = "accepted"

@@ -73,10 +73,21 @@ def sharpen(trainer: Any) -> None:
 
 def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Whole gradients of the last optimizer step by HF name, on global rank 0."""
+    return _gradients(trainer.actor)
+
+
+def _gradients(role: Any) -> dict[str, torch.Tensor]:
+    """The gradients stand in the weights' places while they are gathered."""
     from slime_retool.trainer.gather import hf_named_tensors
 
-    named = hf_named_tensors(trainer.module, trainer.config, lambda parameter: parameter.main_grad)
-    return {name: tensor.clone() for name, tensor in named}
+    kept = [(parameter, parameter.data) for parameter in role.module.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.data = parameter.main_grad
+        return {name: tensor.clone() for name, tensor in hf_named_tensors(role.module, role.config)}
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -88,11 +99,7 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 def critic_gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """As `gradients`, of the critic; its value head [1, H] is called "head"."""
-    from slime_retool.trainer.gather import hf_named_tensors
-
-    critic = trainer.critic
-    named = hf_named_tensors(critic.module, critic.config, lambda parameter: parameter.main_grad)
-    out = {name: tensor.clone() for name, tensor in named}
+    out = _gradients(trainer.critic)
     if "lm_head.weight" in out:
         # The head stands where the output layer was, and every tensor-parallel rank holds all of it.
         rows = out.pop("lm_head.weight")

@@ -29,7 +29,7 @@ def _interface(address: str) -> str | None:
 class TrainerActor:
     """One rank of the trainer. It sees its own GPU only, as device 0."""
 
-    def __init__(self, config: Config, rank: int, *, roles: str = "all", several_hosts: bool = False) -> None:
+    def __init__(self, config: Config, rank: int, *, roles: str, several_hosts: bool) -> None:
         self._config, self._rank, self._roles = config, rank, roles
         self._host = _address(several_hosts)
         if several_hosts and (interface := _interface(self._host)):
@@ -100,8 +100,7 @@ class TrainerActor:
     def connect_engines(self, urls: list[str]) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
 
-        workers = self._config.rollout_num_gpus_per_engine if self._config.on_cuda else 1
-        self._sync = WeightSync(self._trainer, urls, host=self._host, gpus_per_engine=workers)
+        self._sync = WeightSync(self._trainer, urls, host=self._host)
 
     def update_weights(self, *, asleep: bool = False) -> int:
         return self._sync.update(asleep=asleep)
@@ -121,11 +120,11 @@ class TrainerActor:
             self._trainer = None
 
 
-@ray.remote(num_cpus=0, max_concurrency=2)
+@ray.remote(num_cpus=0, max_concurrency=2)  # type: ignore[call-overload]  # of classes only
 class EngineActor:
     """Owns one SGLang server on the host its GPUs are on. Two calls at once: `stop` does not wait for `start`."""
 
-    def __init__(self, config: Config, rank: int, gpus: list[str] | None, *, several_hosts: bool = False) -> None:
+    def __init__(self, config: Config, rank: int, gpus: list[str] | None, *, several_hosts: bool) -> None:
         self._config, self._rank, self._gpus = config, rank, gpus
         self._host = _address(several_hosts)
         self._engine: Any = None

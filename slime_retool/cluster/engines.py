@@ -16,6 +16,7 @@ from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
+from slime_retool.engine.server import engine_workers
 from slime_retool.errors import ConfigError, SlimeRetoolError, WeightUpdateError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Engines:
         for index, slots in enumerate(self._slots):
             # The first slot puts the actor on their host; the server itself is given all devices by number.
             gpus = [slot.gpu for slot in slots if slot.gpu is not None] or None
-            actor = EngineActor.options(**slots[0].options())
+            actor = EngineActor.options(**slots[0].options())  # type: ignore[attr-defined]
             self._actors.append(actor.remote(shipped, index, gpus, several_hosts=self._several_hosts))
         self._starting = call(self._actors, "start")
 
@@ -73,7 +74,7 @@ class Engines:
                 workers = engine.tensor_parallel_size()
             except WeightUpdateError as error:
                 raise ConfigError(f"--rollout-external-urls: no SGLang server answers there: {error}") from error
-            expected = config.rollout_num_gpus_per_engine if config.on_cuda else 1
+            expected = engine_workers(config)
             if workers != expected and config.weight_transport == "broadcast":
                 raise ConfigError(
                     f"--rollout-external-urls: {engine.url} has {workers} tensor-parallel workers, the flags say "

@@ -6,7 +6,7 @@ With --colocate engines take the trainer's GPUs, from the first rank's on. Every
 (`Config.trainer_groups`) has bundles like the first's.
 
 The bundle reserves its GPUs; each process is started on the bundle's host and shown its device by number
-(CUDA_VISIBLE_DEVICES), so that a trainer and the engine on its card agree about which one that is. Hosts are told
+(CUDA_VISIBLE_DEVICES), so that a trainer and the engine on its GPU agree about which one that is. Hosts are told
 apart by Ray's node id: several may share an address.
 
 On the CPU nothing is reserved: --actor-num-gpus-per-node ranks go to each host of the cluster in turn, beginning with
@@ -70,14 +70,13 @@ class Placement:
         self.groups = []
 
 
-def place(config: Config, *, timeout: float = PLACEMENT_SECONDS) -> Placement:
+def place(config: Config) -> Placement:
     """Reserve the GPUs of a run.
 
-    Raises:
-        ConfigError: the cluster has too few GPUs, they are on other hosts than the flags ask for, or they did not
-            become free within `timeout` seconds.
+    Raises ConfigError where the cluster has too few GPUs, they are on other hosts than the flags ask for, or they did
+    not become free within PLACEMENT_SECONDS.
     """
-    placement = _place_on_gpus(config, timeout) if config.on_cuda else _place_on_cpus(config)
+    placement = _place_on_gpus(config) if config.on_cuda else _place_on_cpus(config)
     try:
         _check_disk_transport(config, placement)
     except ConfigError:
@@ -86,7 +85,7 @@ def place(config: Config, *, timeout: float = PLACEMENT_SECONDS) -> Placement:
     return placement
 
 
-def _place_on_gpus(config: Config, timeout: float) -> Placement:
+def _place_on_gpus(config: Config) -> Placement:
     per_engine = config.rollout_num_gpus_per_engine
     own_engines = 0 if config.rollout_external_urls else config.num_engines
     trainers = {
@@ -100,7 +99,7 @@ def _place_on_gpus(config: Config, timeout: float) -> Placement:
     try:
         # The largest first: what is left over is then more likely to hold the small ones.
         for name in sorted(wanted, key=lambda name: -max(wanted[name])):
-            found[name] = _reserve(placement, wanted[name], apart=name != "engines", timeout=timeout)
+            found[name] = _reserve(placement, wanted[name], spread=name != "engines")
     except BaseException:
         placement.release()
         raise
@@ -120,14 +119,14 @@ def _trainer_groups(config: Config) -> list[tuple[str, Config]]:
     return config.trainer_groups[:1] if config.colocate else []
 
 
-def _reserve(placement: Placement, sizes: list[int], *, apart: bool, timeout: float) -> list[list[Slot]]:
-    """One bundle of that many GPUs for each of `sizes`, on different hosts if `apart`; the slots of each, in order."""
-    group = placement_group([{"GPU": size} for size in sizes], strategy="STRICT_SPREAD" if apart else "PACK")
+def _reserve(placement: Placement, sizes: list[int], *, spread: bool) -> list[list[Slot]]:
+    """One bundle of that many GPUs for each of `sizes`, on different hosts if `spread`; the slots of each, in order."""
+    group = placement_group([{"GPU": size} for size in sizes], strategy="STRICT_SPREAD" if spread else "PACK")
     placement.groups.append(group)
-    if not group.wait(timeout_seconds=timeout):
+    if not group.wait(timeout_seconds=PLACEMENT_SECONDS):
         raise ConfigError(
-            f"no place within {timeout:g} s for {len(sizes)} x {sizes[0]} GPUs, each {sizes[0]} on one host"
-            f"{', all on different hosts' if apart and len(sizes) > 1 else ''}: other jobs of this Ray cluster hold "
+            f"no place within {PLACEMENT_SECONDS:g} s for {len(sizes)} x {sizes[0]} GPUs, each {sizes[0]} on one host"
+            f"{', all on different hosts' if spread and len(sizes) > 1 else ''}: other jobs of this Ray cluster hold "
             "them, or what is free is scattered; free some, or ask for fewer"
         )
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(sizes))]

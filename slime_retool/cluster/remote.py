@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -43,7 +44,7 @@ def end(what: str, actors: list[Any], method: str) -> None:
     """Let actors end what they started, then end them. Never raises."""
     quietly(what, lambda: ray.get(call(actors, method), timeout=STOP_SECONDS))
     for actor in actors:
-        quietly(what, lambda actor=actor: ray.kill(actor))
+        quietly(what, partial(ray.kill, actor))
 
 
 def quietly(what: str, action: Callable[[], Any]) -> None:

@@ -25,7 +25,7 @@ class TrainerGroup:
         environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
         shipped = ray.put(config.for_actors())
         self.actors = [
-            TrainerActor.options(**slot.options(environment)).remote(
+            TrainerActor.options(**slot.options(environment)).remote(  # type: ignore[attr-defined]
                 shipped, rank, roles=roles, several_hosts=several_hosts
             )
             for rank, slot in enumerate(slots)

@@ -38,21 +38,13 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 class EngineAdmin:
     """Client of one server's control endpoints.
 
-    Every method but `health` raises WeightUpdateError, with the server's own words, when the server refuses,
-    cannot be reached or takes longer than `timeout` seconds.
+    Every method raises WeightUpdateError, with the server's own words, when the server refuses, cannot be reached or
+    takes longer than `timeout` seconds.
     """
 
     def __init__(self, url: str, *, timeout: float = 300.0) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-
-    def health(self, timeout: float = 5.0) -> bool:
-        """Whether the server answers its health check; never raises."""
-        try:
-            with _opener.open(f"{self.url}/health", timeout=timeout) as reply:
-                return reply.status == 200
-        except (OSError, ValueError, HTTPException):
-            return False
 
     def weight_version(self) -> str:
         """The version that the server reports with every completion."""
@@ -76,37 +68,24 @@ class EngineAdmin:
         except (ValueError, KeyError, IndexError, TypeError):
             return {}
 
-    def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        """Stop generating. New requests wait until `resume`.
-
-        "abort" ends running requests (finish reason "abort") and returns when none is left; "retract" puts them
-        back into the queue and recomputes their cache later; "in_place" freezes them with their cache.
-        """
-        self._post("/pause_generation", {"mode": mode})
+    def pause(self) -> None:
+        """End running requests (finish reason "abort"); returns when none is left. New ones wait until `resume`."""
+        self._post("/pause_generation", {"mode": "abort"})
 
     def resume(self) -> None:
         """Go on generating after `pause`."""
         self._post("/continue_generation", {})
 
-    def flush_cache(self, wait: float = 60.0) -> None:
-        """Forget all cached prefixes (they belong to the old weights); waits up to `wait` seconds for idleness."""
-        self._request(f"/flush_cache?timeout={wait}", {})
-
-    def abort_all(self) -> None:
-        """End all running and waiting requests with finish reason "abort"."""
-        self._post("/abort_request", {"abort_all": True})
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes (they belong to the old weights); waits up to a minute for idleness."""
+        self._request("/flush_cache?timeout=60.0", {})
 
     def init_weights_update_group(
-        self,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str = "slime_retool",
-        backend: Literal["gloo", "nccl"] = "gloo",
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
         """Join the process group over which weights are broadcast; rank of TP rank r is `rank_offset + r`.
 
+        `backend` is "gloo" or "nccl".
         Blocks until all `world_size` ranks are there, so the trainer (rank 0) must join at the same time,
         from another thread.
         """
@@ -123,13 +102,7 @@ class EngineAdmin:
         )
 
     def update_weights_from_distributed(
-        self,
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[list[int]],
-        group_name: str = "slime_retool",
-        *,
-        load_format: str | None = None,
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, *, load_format: str
     ) -> None:
         """Receive tensors with Hugging Face names, broadcast by rank 0 in this order.
 
@@ -140,7 +113,7 @@ class EngineAdmin:
         body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "flush_cache": False}
         self._post("/update_weights_from_distributed", body | {"load_format": load_format})
 
-    def update_weights_from_tensor(self, payloads: list[str], *, load_format: str | None = None) -> None:
+    def update_weights_from_tensor(self, payloads: list[str], *, load_format: str) -> None:
         """Load tensors of another process on the engine's own devices.
 
         `payloads` has one base64 pickle for each tensor-parallel worker (`trainer.weight_sync.ipc.payload`). Returns
@@ -169,7 +142,7 @@ class EngineAdmin:
         """Take the memory of released parts back. Weights are undefined until they are sent anew."""
         self._post("/resume_memory_occupation", {"tags": list(tags)})
 
-    def destroy_weights_update_group(self, group_name: str = "slime_retool") -> None:
+    def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave the group that `init_weights_update_group` joined."""
         self._post("/destroy_weights_update_group", {"group_name": group_name})
 

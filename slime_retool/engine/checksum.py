@@ -5,7 +5,7 @@ The checksum of a tensor x, its elements' bits read as integers in row-major ord
     sum of x[i] * w(i) over all i, modulo 2**64        w(i): the odd 64-bit number that scrambles i
 
 An odd w(i) makes any change of one element show; a change of several, also of their order, is missed once in 2**47
-or less by chance. It finds mistakes, not forgeries, and is made where the tensor lies: 8 GB of weights take a card a
+or less by chance. It finds mistakes, not forgeries, and is made where the tensor lies: 8 GB of weights take a GPU a
 fraction of a second, where SHA-256 takes a processor's core ten. The trainer casts its tensor to the engine's dtype
 and calls `tensor_checksum`.
 
@@ -56,7 +56,7 @@ def tensor_checksum(tensor: Any) -> str:
         for factor, shift in _SCRAMBLE:  # all arithmetic is modulo 2**64, as torch's integers are
             weights.mul_(factor).bitwise_xor_(weights >> shift)
         total += chunk.mul_(weights.bitwise_or_(1)).sum()
-    return f"{total.item() & (2**64 - 1):016x}"
+    return f"{int(total) & (2**64 - 1):016x}"
 
 
 def hf_weights(model: Any, workers: int = 1, gather: Gather = lambda tensor: [tensor]) -> Iterator[tuple[str, Any]]:
@@ -105,6 +105,7 @@ def report(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     Every worker is called, the first one writes. Never raises: an exception here would end the engine.
     """
     path = named_tensors[0][0]
+    answer: dict[str, Any]
     try:
         from sglang.srt.distributed import get_tp_group
 

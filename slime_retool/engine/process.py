@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from slime_retool.engine import supervisor
 from slime_retool.errors import SlimeRetoolError
@@ -71,12 +70,6 @@ def answers(url: str, timeout: float = 2.0) -> bool:
         return False
 
 
-class Probe(Protocol):
-    """Whether the server is ready; called until it is."""
-
-    def __call__(self) -> bool: ...
-
-
 class SupervisedProcess:
     """One command under a supervisor (`engine.supervisor`): own session, log file, ended with all its children.
 
@@ -87,7 +80,7 @@ class SupervisedProcess:
         self, command: list[str], *, log_path: Path, environment: Mapping[str, str], grace: float = 5.0
     ) -> None:
         """Start at once. `environment` is the whole environment; `grace`: seconds between SIGTERM and SIGKILL."""
-        self.command, self.log_path, self._grace = command, log_path, grace
+        self.log_path, self._grace = log_path, grace
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._lifeline = os.pipe()
         try:
@@ -110,11 +103,6 @@ class SupervisedProcess:
         self._stopped = False
 
     @property
-    def pid(self) -> int:
-        """Process id of the supervisor; the server is its only child."""
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
@@ -125,7 +113,7 @@ class SupervisedProcess:
             lines = log.read().decode("utf-8", "replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
-    def wait_until_ready(self, ready: Probe, timeout: float, what: str) -> None:
+    def wait_until_ready(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
         """Poll `ready` until it is true. Raises ServerError when the process ends before, or after `timeout` s."""
         deadline = time.monotonic() + timeout
         while True:
@@ -166,9 +154,7 @@ class SupervisedProcess:
     def __enter__(self) -> SupervisedProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
 
@@ -226,11 +212,6 @@ class Server:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
-    def pid(self) -> int:
-        """Process id of the supervisor above the server."""
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
         return self._process.alive
 
@@ -244,7 +225,5 @@ class Server:
     def __enter__(self: S) -> S:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()

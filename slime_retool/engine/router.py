@@ -7,13 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from slime_retool.config import Config
 from slime_retool.engine import router_main
 from slime_retool.engine.process import Server
 
-Policy = Literal["cache_aware", "round_robin", "power_of_two", "random", "manual"]
+HOST = "127.0.0.1"
 STARTUP_TIMEOUT = 120.0
 
 
@@ -29,23 +28,15 @@ class RouterProcess(Server):
     circuit breaker are off. `rollout.engine_client` retries, and counts.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        worker_urls: Sequence[str],
-        *,
-        policy: Policy = "manual",
-        host: str = "127.0.0.1",
-    ) -> None:
+    def __init__(self, config: Config, worker_urls: Sequence[str]) -> None:
         """Raises ServerError, with the log's end, when the router does not become ready."""
-        self.log_path = Path(config.output_dir) / "logs" / "router.log"
 
         def command(ports: list[int]) -> list[str]:
             # The router panics when its metrics port is taken, so that one is chosen too.
             port, metrics_port = ports
             words = [sys.executable, router_main.__file__, "--worker-urls", *worker_urls]
-            words += ["--host", host, "--port", str(port), "--policy", policy, "--assignment-mode", "min_load"]
-            words += ["--prometheus-host", host, "--prometheus-port", str(metrics_port), "--log-level", "warn"]
+            words += ["--host", HOST, "--port", str(port), "--policy", "manual", "--assignment-mode", "min_load"]
+            words += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port), "--log-level", "warn"]
             words += ["--disable-retries", "--disable-circuit-breaker"]
             words += ["--request-timeout-secs", str(math.ceil(config.rollout_request_timeout) + 60)]
             words += ["--worker-startup-timeout-secs", str(int(STARTUP_TIMEOUT))]
@@ -55,10 +46,10 @@ class RouterProcess(Server):
         self._start(
             "sglang-router",
             command,
-            host=host,
+            host=HOST,
             health_path="/readiness",  # 200 once a worker is registered and healthy
             timeout=STARTUP_TIMEOUT,
-            log_path=self.log_path,
+            log_path=Path(config.output_dir) / "logs" / "router.log",
             environment=os.environ,
             num_ports=2,
             grace=3.0,

@@ -76,19 +76,26 @@ def check_owned(config: Config) -> None:
             )
 
 
-def server_flags(config: Config, *, model_path: str, rank: int = 0) -> Flags:
+def engine_workers(config: Config) -> int:
+    """Tensor-parallel workers of one engine; a CPU has one."""
+    return config.rollout_num_gpus_per_engine if config.on_cuda else 1
+
+
+def server_flags(config: Config, *, rank: int = 0) -> Flags:
     """Flags of `sglang.launch_server` except host and port; undeclared `--sglang-*` flags replace our defaults.
 
-    ConfigError for an undeclared flag that collides with a value of the run.
+    ConfigError for an undeclared flag that collides with a value of the run, and without --hf-checkpoint.
     """
     check_owned(config)
+    if config.hf_checkpoint is None:
+        raise ConfigError("an engine needs --hf-checkpoint: weights, tokenizer and config to start from")
     flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)
     if _gathers_prefills(config):
         flags |= GATHER_PREFILLS
     flags |= config.sglang_server_flags
     flags |= {
-        "--model-path": [model_path],
-        "--tp-size": [str(config.rollout_num_gpus_per_engine if config.on_cuda else 1)],
+        "--model-path": [config.hf_checkpoint],
+        "--tp-size": [str(engine_workers(config))],
         "--random-seed": [str(config.seed + rank)],
         "--weight-version": ["0"],
         "--custom-weight-loader": [REPORT_LOADER],
@@ -98,7 +105,7 @@ def server_flags(config: Config, *, model_path: str, rank: int = 0) -> Flags:
     if config.sglang_mem_fraction_static is not None:
         flags["--mem-fraction-static"] = [str(config.sglang_mem_fraction_static)]
     if config.rollout_max_context_len is not None:
-        flags["--context-length"] = [str(_context_length(config.rollout_max_context_len, model_path))]
+        flags["--context-length"] = [str(_context_length(config.rollout_max_context_len, config.hf_checkpoint))]
     if (tokens := kv_tokens(config)) is not None:
         flags["--max-total-tokens"] = [str(tokens)]
     return flags
@@ -177,29 +184,23 @@ class EngineProcess(Server):
         self,
         config: Config,
         *,
-        model_path: str | None = None,
         rank: int = 0,
         devices: Sequence[int | str] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         """Start engine number `rank` on GPUs `devices`, as CUDA_VISIBLE_DEVICES names them (None: this process's).
 
-        `model_path` defaults to --hf-checkpoint. Raises ConfigError for flags that cannot work, ServerError (with
-        the log's end) when the server dies or is not healthy within --sglang-startup-timeout.
+        Raises ConfigError for flags that cannot work, ServerError (with the log's end) when the server dies or is not
+        healthy within --sglang-startup-timeout.
         """
-        path = model_path or config.hf_checkpoint
-        if path is None:
-            raise ConfigError("an engine needs --hf-checkpoint: weights, tokenizer and config to start from")
-        self.rank = rank
-        self.log_path = Path(config.output_dir) / "logs" / f"engine_{rank}.log"
-        flags = server_flags(config, model_path=path, rank=rank)
+        flags = server_flags(config, rank=rank)
         self._start(
             f"SGLang engine {rank}",
             lambda ports: _command(flags | {"--host": [host], "--port": [str(ports[0])]}),
             host=host,
             health_path="/health",
             timeout=config.sglang_startup_timeout,
-            log_path=self.log_path,
+            log_path=Path(config.output_dir) / "logs" / f"engine_{rank}.log",
             environment=server_environment(config, devices),
             grace=STOP_GRACE,
         )

@@ -17,6 +17,7 @@ Linux only. Runs as a file of its own; standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -53,28 +54,16 @@ def main(lifeline: int, grace: float, command: list[str]) -> int:
     deadline = time.monotonic() + grace
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 4)
-    _signal_group(child.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
     code = child.wait()
     while children := _children():  # adopted processes, whatever session they are in
         for pid in children:
-            _kill(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         _reap(child.pid)
         time.sleep(POLL_SECONDS / 10)
     return code if code >= 0 else 128 - code
-
-
-def _signal_group(group: int, number: int) -> None:
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _children() -> list[int]:
@@ -86,10 +75,8 @@ def _reap(command_pid: int) -> None:
     """Collect ended adopted children; the command itself is left to Popen."""
     for pid in _children():
         if pid != command_pid:
-            try:
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                pass
 
 
 if __name__ == "__main__":

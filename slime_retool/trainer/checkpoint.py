@@ -84,7 +84,7 @@ def save(
             shutil.rmtree(left_over, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    tensors = model_state_dict([module])
+    tensors = model_state_dict(module)
     if lora is not None:
         _take_out(tensors, lambda name: not is_adapter(name))
     if optimizer is not None:
@@ -147,7 +147,7 @@ def load(
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{state_path} is damaged ({error}); resume from an older checkpoint") from error
     _check_adapters(directory, lora)
-    tensors = model_state_dict([module])
+    tensors = model_state_dict(module)
     kept: dict[str, Tensor] = {}
     if lora is None:
         _check_vocabulary(directory, vocab_size)
@@ -159,7 +159,7 @@ def load(
         )
     loaded = _loading(directory, lambda: dist_checkpointing.load(tensors, str(directory)))
     loaded["model"] |= kept
-    load_model_state([module], loaded)
+    load_model_state(module, loaded)
     if state.with_optimizer:
         options = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in optimizer.param_groups]
         _loading(directory, lambda: optimizer.load_state_dict(loaded["optimizer"]))
@@ -180,18 +180,18 @@ def load_weights(root: str, *, module: Any, vocab_size: int, skip: Collection[st
     directory = _directory(root)
     _check_adapters(directory, None)
     _check_vocabulary(directory, vocab_size)
-    state = model_state_dict([module])
+    state = model_state_dict(module)
     kept = _take_out(state, lambda name: name in skip)
     loaded = _loading(directory, lambda: dist_checkpointing.load(state, str(directory)))
     loaded["model"] |= kept
-    load_model_state([module], loaded)
+    load_model_state(module, loaded)
 
 
 def rows_of(root: str, name: str) -> int | None:
     """First dimension of a parameter in the newest checkpoint under `root`; None where it has no such parameter."""
     directory = _directory(root)
     reader = _loading(directory, lambda: TorchDistReader(directory))
-    return reader.shape(name)[0] if reader.has(name) else None
+    return reader.shape(name)[0] if reader.holds(name) else None
 
 
 def _take_out(state: dict[str, Any], chosen: Callable[[str], bool]) -> dict[str, Tensor]:

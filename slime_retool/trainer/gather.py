@@ -7,14 +7,14 @@ parameters, instead of one each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bridge.layout import merge_tp, to_hf, tp_axis
+from megatron_bridge.layout import merge_tp, to_hf
 from megatron_bridge.lora import adapted_layers
 from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model_config import ModelArgs
@@ -27,14 +27,11 @@ Named = tuple[str, Tensor]
 
 
 @torch.no_grad()
-def hf_named_tensors(
-    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None = None, *, everywhere: bool = False
-) -> Iterator[Named]:
+def hf_named_tensors(module: Any, model: ModelArgs, *, everywhere: bool = False) -> Iterator[Named]:
     """(HF name, full tensor) of every parameter, on global rank 0, or with `everywhere` on every rank.
 
-    Collective: every rank iterates to the end. By default the weights are gathered, with LoRA adapters merged into
-    them; `value_of(parameter)` picks something else of the same shape, for example the gradient. Tensors may share
-    memory with the model: use or copy each before the next.
+    Collective: every rank iterates to the end. LoRA adapters are merged into the weights. Tensors may share memory with
+    the model: use or copy each before the next.
     With `everywhere` each data-parallel replica gathers for itself; otherwise only the first takes part, and for
     experts, which are spread over data-parallel ranks, the first expert-data-parallel replica.
     """
@@ -51,7 +48,7 @@ def hf_named_tensors(
         travels = leader and pp_size > 1 and (everywhere or stage > 0)
         targets = list(range(pp_size)) if everywhere else [0]
         if stage == pp_rank:
-            for chunk in _stage_chunks(module, model, value_of, everywhere):
+            for chunk in _stage_chunks(module, model, everywhere):
                 if travels:
                     _send(chunk, pp_group, stages, stage, everywhere)
                 if leader and pp_rank in targets:
@@ -107,9 +104,7 @@ def _holds_first(*, dense: bool) -> bool:
     return mpu.get_expert_data_parallel_rank() == 0
 
 
-def _stage_chunks(
-    module: Any, model: ModelArgs, value_of: Callable[[Any], Tensor] | None, everywhere: bool
-) -> Iterator[list[Named]]:
+def _stage_chunks(module: Any, model: ModelArgs, everywhere: bool) -> Iterator[list[Named]]:
     """[(global Megatron name, tensor merged over all ranks)] of this pipeline stage, chunk by chunk.
 
     Every rank has the same chunks; what belongs to groups that it has no part in is left out.
@@ -133,12 +128,7 @@ def _stage_chunks(
     for local_name, parameter in module.named_parameters():
         if is_adapter(local_name):
             continue
-        if value_of is not None:
-            value = value_of(parameter)
-        elif local_name in adapted:
-            value = adapted[local_name].merged_weight()
-        else:
-            value = parameter.detach()
+        value = adapted[local_name].merged_weight() if local_name in adapted else parameter.detach()
         name = global_name(local_name, model, offset)
         wanted = value.nbytes * (1 if _expert_of(name, model) is None else ep)
         # One dtype per chunk, so that every part of the flat buffer is aligned for its dtype.
@@ -152,14 +142,14 @@ def _stage_chunks(
 
 
 def _expert_of(name: str, model: ModelArgs) -> int | None:
-    return find_parameter(name, model)[1].expert
+    return find_parameter(name, model).expert
 
 
 def _merged_dense(chunk: list[Named], model: ModelArgs) -> list[Named]:
     """Every sharded parameter whole: one all-gather of all shards."""
     from megatron.core import parallel_state as mpu
 
-    sharded = [(name, value) for name, value in chunk if tp_axis(name, model) is not None]
+    sharded = [(name, value) for name, value in chunk if find_parameter(name, model).tp_axis is not None]
     gathered = _all_gather([value for _, value in sharded], mpu.get_tensor_model_parallel_group())
     whole = {name: merge_tp(name, shards, model) for (name, _), shards in zip(sharded, gathered, strict=True)}
     return [(name, whole.get(name, value)) for name, value in chunk]

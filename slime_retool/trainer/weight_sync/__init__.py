@@ -2,7 +2,7 @@
 
 Three transports with one interface (`transport.Transport`):
 
-- ipc: trainer and engine share their GPUs; weights stay on the card and the engine opens the trainer's memory.
+- ipc: trainer and engine share their GPUs; weights stay on the GPU and the engine opens the trainer's memory.
 - broadcast: the trainer and the workers of all engines form a process group of their own (NCCL; gloo on the CPU).
 - disk: a safetensors folder that the engines read, for engines that can join neither.
 

@@ -9,51 +9,45 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slime_retool.engine.admin import EngineAdmin, every_engine, raise_first
 from slime_retool.errors import WeightUpdateError
-from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.rendezvous import Rendezvous
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
-from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, unless_refused
+from slime_retool.trainer.weight_sync.transport import FLATTENED, FromRankZero, Peers, unless_refused
 
 NUM_BUFFERS = 2
 
 
-class BroadcastTransport:
+class BroadcastTransport(FromRankZero):
     """`Transport` over a process group (NCCL on GPUs, gloo on the CPU)."""
 
     def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+        super().__init__(peers)
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._aborted: list[dist.ProcessGroup] = []
 
-    def send(self) -> None:
-        trainer = self._peers.trainer
-        tensors = hf_named_tensors(trainer.module, trainer.config)
-        try:
-            if trainer.rank == 0:
-                self._join()
-                size, device = self._peers.bucket_bytes, trainer.device
-                buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-                loading: Future[None] | None = None
-                with ThreadPoolExecutor(1, thread_name_prefix="weight-sync") as pool:
-                    for bucket in buckets(tensors, buffers):
-                        torch.cuda.current_stream().synchronize()
-                        if loading is not None:
-                            loading.result()
-                        loading = pool.submit(self._broadcast, bucket)
-                    if loading is not None:
-                        loading.result()
-        finally:
-            for _ in tensors:  # the other ranks' part; on rank 0 after a failure, what they still send
-                pass
+    def _send(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._join()
+        size, device = self._peers.bucket_bytes, self._peers.trainer.device
+        buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        loading: Future[None] | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="weight-sync") as pool:
+            for bucket in buckets(tensors, buffers):
+                torch.cuda.current_stream().synchronize()
+                if loading is not None:
+                    loading.result()
+                loading = pool.submit(self._broadcast, bucket)
+            if loading is not None:
+                loading.result()
 
     def reset(self) -> None:
         """Forget the group; it is not left together, in which a dead engine could not take part."""
@@ -151,8 +145,9 @@ def _process_group(
     store, rank, size = next(rendezvous(init_method, 0, world_size, timeout=limit))
     store.set_timeout(limit)
     group, _ = _new_process_group_helper(
-        size, rank, [], Backend(backend), PrefixStore(group_name, store), group_name=group_name, timeout=limit
-    )
+        size, rank, [], Backend(backend), PrefixStore(group_name, store), timeout=limit,
+        group_name=group_name,  # type: ignore[arg-type]  # a str with a name of its own in newer versions
+    )  # fmt: skip
     assert isinstance(group, dist.ProcessGroup)
     _world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group

@@ -1,4 +1,4 @@
-"""Engines that no group and no card is shared with read a safetensors folder.
+"""Engines that no group and no GPU is shared with read a safetensors folder.
 
 It is written to --update-weight-disk-dir, which the engines must see under the same path; without it to memory
 (/dev/shm) where the weights fit, else to --output-dir: both need engines on this host.
@@ -7,6 +7,7 @@ It is written to --update-weight-disk-dir, which the engines must see under the 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,38 +18,20 @@ from torch import Tensor
 
 from megatron_bridge.arithmetic.parameters import total_parameters
 from slime_retool.engine.admin import every_engine
-from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.buckets import buckets
-from slime_retool.trainer.weight_sync.transport import Peers
+from slime_retool.trainer.weight_sync.transport import FromRankZero
 
 
-class DiskTransport:
+class DiskTransport(FromRankZero):
     """`Transport` through files."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-
-    def send(self) -> None:
-        trainer = self._peers.trainer
-        tensors = hf_named_tensors(trainer.module, trainer.config)
-        try:
-            if trainer.rank == 0:
-                folder = Path(tempfile.mkdtemp(prefix="slime-retool-weights-", dir=self._root()))
-                try:
-                    folder.chmod(0o755)  # engines may run as another user
-                    self._write(tensors, folder)
-                    every_engine(self._peers.engines, lambda engine: engine.update_weights_from_disk(str(folder)))
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            for _ in tensors:  # the other ranks' part; on rank 0 after a failure, what they still send
-                pass
-
-    def reset(self) -> None:
-        """There are no connections."""
-
-    def close(self) -> None:
-        """There are no connections."""
+    def _send(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        with tempfile.TemporaryDirectory(
+            prefix="slime-retool-weights-", dir=self._root(), ignore_cleanup_errors=True
+        ) as folder:
+            os.chmod(folder, 0o755)  # engines may run as another user
+            self._write(tensors, Path(folder))
+            every_engine(self._peers.engines, lambda engine: engine.update_weights_from_disk(folder))
 
     def _write(self, tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
         from safetensors.torch import save_file

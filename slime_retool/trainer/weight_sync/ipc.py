@@ -1,8 +1,8 @@
-"""Colocated engines open the trainer's memory: nothing is copied between cards or through the host.
+"""Colocated engines open the trainer's memory: nothing is copied between GPUs or through the host.
 
 Trainer rank r shares its GPU with worker r % workers of engine r // workers (`cluster.placement`). Every rank gathers
-all weights into two buffers on its own card, bucket by bucket; the first rank of each engine posts the handles of all
-its engine's cards to `/update_weights_from_tensor`, and while the engine loads one bucket the next is gathered.
+all weights into two buffers on its own GPU, bucket by bucket; the first rank of each engine posts the handles of all
+its engine's GPUs to `/update_weights_from_tensor`, and while the engine loads one bucket the next is gathered.
 
 Every bucket has handles of its own, although it lies in one of two buffers: torch counts who still uses shared memory,
 by one for each handle made, and the worker gives back one for each time that it opens a handle. A handle opened twice
@@ -31,7 +31,7 @@ from torch.multiprocessing import reductions
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
-from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, first_problem
+from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, Transport, first_problem
 
 NUM_BUFFERS = 2
 CUDA_DEVICE_ARG = 6
@@ -70,7 +70,7 @@ class SharedBuffer:
 
 def _cuda_handle(data: Tensor) -> Handle:
     rebuild, args = reductions.reduce_tensor(data)
-    # Both processes number the card by what they see; SGLang looks it up by its unique id instead.
+    # Both processes number the GPU by what they see; SGLang looks it up by its unique id instead.
     uuid = str(torch.cuda.get_device_properties(data.device).uuid)
     return Handle(rebuild, (*args[:CUDA_DEVICE_ARG], uuid, *args[CUDA_DEVICE_ARG + 1 :]))
 
@@ -100,11 +100,11 @@ def payload(handle: Handle, bucket: Bucket) -> str:
     return base64.b64encode(pickle.dumps({"flattened_tensor": _Opened(handle), "metadata": metadata})).decode()
 
 
-class IpcTransport:
+class IpcTransport(Transport):
     """`Transport` for engines on the trainer's own GPUs."""
 
     def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+        super().__init__(peers)
         rank, workers, world_size = peers.trainer.rank, peers.workers, dist.get_world_size()
         self._number, self._worker = divmod(rank, workers)
         self._group: dist.ProcessGroup | None = None
@@ -125,12 +125,6 @@ class IpcTransport:
                 torch.cuda.ipc_collect()
                 torch.cuda.empty_cache()  # the engine needs the room
 
-    def reset(self) -> None:
-        """There are no connections: handles live for one bucket."""
-
-    def close(self) -> None:
-        """There are no connections."""
-
     def _buffers(self) -> list[SharedBuffer]:
         """This rank's buffers, once every rank has its own."""
         peers, rank = self._peers, self._peers.trainer.rank
@@ -146,7 +140,7 @@ class IpcTransport:
         return shared
 
     def _handles(self, buffer: SharedBuffer) -> list[Handle]:
-        """The buffer's new handles on each card of this rank's engine; collective over the ranks that share it."""
+        """The buffer's new handles on each GPU of this rank's engine; collective over the ranks that share it."""
         mine: Handle | str
         try:
             mine = buffer.export()

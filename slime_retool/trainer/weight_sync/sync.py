@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from slime_retool.engine.admin import EngineAdmin, every_engine
 from slime_retool.engine.checksum import tensor_checksum
+from slime_retool.engine.server import engine_workers
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.core import Trainer
 from slime_retool.trainer.gather import hf_named_tensors
@@ -33,37 +34,30 @@ class WeightSync:
         engine_urls: Sequence[str],
         *,
         host: str = "127.0.0.1",
-        gpus_per_engine: int = 1,
         transport: str | None = None,
-        bucket_bytes: int | None = None,
-        timeout: float | None = None,
-        weight_version: int = 0,
     ) -> None:
         """
         Args:
             host: address of global rank 0 as the engines reach it.
-            gpus_per_engine: workers (tensor-parallel size) of each engine.
             transport: "ipc", "broadcast" or "disk"; default --update-weight-transport.
-            bucket_bytes: default --update-weight-buffer-size; at least the largest tensor, at most the whole model.
-            timeout: seconds any one step may take; default --distributed-timeout-minutes.
-            weight_version: what the engines hold now.
         """
         config = trainer.config
-        self.weight_version = weight_version
+        self.weight_version = 0
+        """What the engines hold now."""
         self._trainer = trainer
         sizes = [parameter.nbytes for parameter in trainer.module.parameters()]
         largest = max(sizes) * trainer.actor.tp_size
         bounds = torch.tensor([largest, sum(sizes)], dtype=torch.int64, device=trainer.device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
         largest, share = bounds.tolist()
-        wanted = min(bucket_bytes or config.update_weight_buffer_size, share * dist.get_world_size())
+        wanted = min(config.update_weight_buffer_size, share * dist.get_world_size())
         self._peers = Peers(
             trainer=trainer,
             engines=[],
-            workers=gpus_per_engine,
+            workers=engine_workers(config),
             host=host,
             bucket_bytes=max(wanted, largest),
-            timeout=timeout or config.distributed_timeout_minutes * 60,
+            timeout=config.distributed_timeout_minutes * 60,
         )
         self._transport = TRANSPORTS[transport or config.weight_transport](self._peers)
         self.set_engines(engine_urls)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slime_retool.engine.admin import EngineAdmin, raise_first
 from slime_retool.trainer.core import Trainer
+from slime_retool.trainer.gather import hf_named_tensors
 
 R = TypeVar("R")
 FLATTENED = "flattened_bucket"
@@ -38,20 +40,39 @@ class Peers:
     timeout: float
 
 
-class Transport(Protocol):
+class Transport:
     """One way for weights to reach engines that are paused."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
 
     def send(self) -> None:
         """Send all weights. Collective: every rank calls; whichever rank sees a failure raises, after its part."""
-        ...
+        raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget connections, after a failure or because the engines are others now."""
-        ...
+        """Forget connections, after a failure or because the engines are others now. By default there are none."""
 
     def close(self) -> None:
-        """Give up connections in an orderly way; never raises for an engine that is gone."""
-        ...
+        """Give up connections in an orderly way; never raises for an engine that is gone. By default there are none."""
+
+
+class FromRankZero(Transport):
+    """Global rank 0 sends what it gathers from all ranks."""
+
+    def send(self) -> None:
+        trainer = self._peers.trainer
+        tensors = hf_named_tensors(trainer.module, trainer.config)
+        try:
+            if trainer.rank == 0:
+                self._send(tensors)
+        finally:
+            for _ in tensors:  # the other ranks' part; on rank 0 after a failure, what they still send
+                pass
+
+    def _send(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Send (Hugging Face name, full tensor) of all weights."""
+        raise NotImplementedError
 
 
 def first_problem(mine: str | None) -> str | None:
