@@ -197,8 +197,8 @@ def kept_logits_share(config: Config, rows: float) -> float:
 
 
 def _log_prob_bytes(config: Config, tokens: float, learned: float) -> float:
-    """Bytes of `algo.log_probs` in its backward: a chunk's logits and their gradient, hidden states in four versions (the
-    learned rows, masked, their gradient, that of all rows), or, once the chunks are gone, zeros for the weight;
+    """Bytes of `algo.log_probs` in its backward: a chunk's logits and their gradient, hidden states in four versions
+    (the learned rows, masked, their gradient, that of all rows), or, once the chunks are gone, zeros for the weight;
     and all logits that are kept."""
     tp, width = config.tensor_model_parallel_size, element_bytes(config)
     columns, hidden = padded_vocab_size(config, tp) // tp, required(config, "hidden_size")
