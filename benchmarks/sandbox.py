@@ -127,7 +127,7 @@ async def jail(isolation: str, callers: int) -> AsyncIterator[tuple[Sandbox, Cal
         isolation=isolation, concurrency=min(callers, 2 * (os.cpu_count() or 1)), max_sessions=2 * callers
     )
     async with Sandbox(policy) as box:
-        broker = box._jail._client.broker_pid
+        broker = box._client.broker_pid
         yield box, lambda: own_cpu() + tree_cpu(broker)
 
 
@@ -164,7 +164,7 @@ def idle_session_mb(box: Sandbox) -> float:
         return [leaf for child in children for leaf in leaves(int(child))] or [pid]
 
     sizes = []
-    for pid in leaves(box._jail._client.broker_pid):
+    for pid in leaves(box._client.broker_pid):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
                 lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()

@@ -96,7 +96,7 @@ async def soak(box: Sandbox, calls: int, callers: int, seed: int) -> Report:
     report, r = Report(), random.Random(seed)
     statuses: collections.Counter[str] = collections.Counter()
     await settle(box)
-    broker = box._jail._client.broker_pid
+    broker = box._client.broker_pid
     started = (len(family(broker)), open_files(broker), open_files(os.getpid()))
     queue = [r.choice(MIX) for _ in range(calls)]
     done = 0

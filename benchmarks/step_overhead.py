@@ -50,7 +50,7 @@ async def working_sandbox(flags: Sequence[str]) -> str:
     from slime_retool.config import parse_config
     from slime_retool.errors import ToolUnavailable
     from slime_retool.sandbox import Sandbox, SandboxPolicy, Status
-    from slime_retool.sandbox.policy import ISOLATION_LEVELS
+    from slime_retool.sandbox.host.policy import ISOLATION_LEVELS
 
     named = "--sandbox-isolation" in flags
     levels = (parse_config(list(flags)).sandbox_isolation,) if named else ISOLATION_LEVELS

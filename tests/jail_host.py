@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status
-from slime_retool.sandbox.jail import namespaces
+from slime_retool.sandbox.child import namespaces
 
 SECRET = "hidden-f2c41b"
 PORT = 45_117

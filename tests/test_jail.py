@@ -18,11 +18,11 @@ from typing import TypeVar
 import pytest
 
 from benchmarks.sandbox import idle_session_mb
-from slime_retool.errors import ConfigError
-from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, run_sync
-from slime_retool.sandbox.jail import forks, landlock, loop, namespaces, syscalls, wire
-from slime_retool.sandbox.jail.client import JailClient
-from slime_retool.sandbox.jail.environment import package_folders
+from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, run_sync, wire
+from slime_retool.sandbox.broker import forks, loop
+from slime_retool.sandbox.child import landlock, namespaces, syscalls
+from slime_retool.sandbox.child.environment import package_folders
+from slime_retool.sandbox.host.client import JailClient
 
 T = TypeVar("T")
 ALL_LEVELS = ("namespaces", "landlock")
@@ -293,7 +293,7 @@ def test_zygote_and_broker_are_replaced_when_they_die(level: str) -> None:
     async def use(box: Sandbox) -> tuple[Result, ...]:
         session = box.session("s")
         await session.run("x = 1")
-        broker = box._jail._client.broker_pid
+        broker = box._client.broker_pid
         for pid in Path(f"/proc/{broker}/task/{broker}/children").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
         running = await box.run("1")
@@ -307,7 +307,7 @@ def test_zygote_and_broker_are_replaced_when_they_die(level: str) -> None:
             if lost.error is not None and "lost" in lost.error:
                 break
             await asyncio.sleep(0.05)
-        broker = box._jail._client.broker_pid
+        broker = box._client.broker_pid
         call = asyncio.ensure_future(box.run("import time\ntime.sleep(99)"))
         await asyncio.sleep(0.2)
         os.kill(broker, signal.SIGKILL)
@@ -339,7 +339,7 @@ def test_a_fault_of_the_broker_is_named_to_those_who_wait(level: str) -> None:
     async def use(box: Sandbox) -> tuple[Result, Result]:
         call = asyncio.ensure_future(box.run("import time\ntime.sleep(99)"))
         await asyncio.sleep(0.2)
-        box._jail._client._write({"op": "no such operation"})
+        box._client._write({"op": "no such operation"})
         return await call, await box.run("7")
 
     during, after = in_box(level, use)
@@ -398,7 +398,8 @@ def test_a_refusal_names_the_layer_the_kernels_answer_and_what_to_do() -> None:
     """In a process whose limit of user namespaces is none, as where they are forbidden."""
     code = """
 import asyncio, sys
-from slime_retool.sandbox.jail import namespaces, client
+from slime_retool.sandbox.child import namespaces
+from slime_retool.sandbox.host import client
 from slime_retool.sandbox import *
 {change}
 try:
@@ -428,14 +429,14 @@ except SandboxUnavailable as error:
 def test_landlock_abi_1_and_2_are_refused_with_the_version_that_is_needed(
     abi: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slime_retool.sandbox.jail import zygote
+    from slime_retool.sandbox.child import zygote
 
     control = zygote.socket.socketpair()[0]
     config = {
         "limits": {},
         "isolation": "landlock",
         "off": [],
-        "package_links": "/",
+        "path": ["/"],
         "packages": {},
         "work": "/",
     }
@@ -445,16 +446,14 @@ def test_landlock_abi_1_and_2_are_refused_with_the_version_that_is_needed(
         zygote.Zygote(control, config)._rules()
 
 
-def test_level_none_is_loud_and_has_no_sessions(caplog: pytest.LogCaptureFixture) -> None:
+def test_level_none_is_loud(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert run_sync("1", SandboxPolicy(isolation="none")).result == "1"
     assert [record.levelname for record in caplog.records if "ISOLATION IS OFF" in record.message] == ["WARNING"] * 2
-    with pytest.raises(ConfigError, match="sessions need"):
-        Sandbox(SandboxPolicy(isolation="none")).session("s")
 
 
 def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime_retool.sandbox.jail.client.MACHINE", "riscv64")
+    monkeypatch.setattr("slime_retool.sandbox.host.client.MACHINE", "riscv64")
     with pytest.raises(SandboxUnavailable, match="x86_64 or aarch64, this is linux on riscv64"):
         asyncio.run(JailClient(SandboxPolicy()).start())
 
@@ -472,7 +471,7 @@ def test_the_event_loop_goes_on_during_floods() -> None:
 
 
 def test_both_architectures_have_every_name_the_filters_use() -> None:
-    from slime_retool.sandbox.jail import seccomp
+    from slime_retool.sandbox.child import seccomp
 
     x86, arm = syscalls.numbers("x86_64"), syscalls.numbers("aarch64")
     names = {*seccomp._PROGRAM, *seccomp._CHECKED, *seccomp._ZYGOTE_ONLY, *seccomp._METADATA}

@@ -164,7 +164,7 @@ def shared_namespaces(without: tuple[str, ...]) -> list[str]:
 
     async def use(box: Sandbox) -> list[str]:
         await box.session("s").run("1")
-        folders = Path("/proc/self/ns"), Path(f"/proc/{deepest(box._jail._client.broker_pid)}/ns")
+        folders = Path("/proc/self/ns"), Path(f"/proc/{deepest(box._client.broker_pid)}/ns")
         ours, theirs = ([os.readlink(folder / name) for name in NAMESPACES] for folder in folders)
         return [name for name, mine, other in zip(NAMESPACES, ours, theirs, strict=True) if mine == other]
 
@@ -202,7 +202,7 @@ async def main():
         await box.session("s").run("x = 1")
         calls = [asyncio.ensure_future(box.run("while True: pass", timeout=600)) for _ in range(4)]
         await asyncio.sleep(0.3)
-        print(box._jail._client.broker_pid, flush=True)
+        print(box._client.broker_pid, flush=True)
         print([call.status.value for call in await asyncio.gather(*calls)], flush=True)
 asyncio.run(main())
 """

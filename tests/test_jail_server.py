@@ -15,8 +15,8 @@ from test_jail import LEVELS
 
 from slime_retool.errors import ConfigError
 from slime_retool.sandbox import Sandbox, SandboxPolicy, Status
-from slime_retool.sandbox.fusion_client import FusionSandbox
-from slime_retool.sandbox.server import make_app
+from slime_retool.sandbox.host.fusion_client import FusionSandbox
+from slime_retool.sandbox.host.server import make_app
 
 # A level that this machine has; the refusal of the others is tested where the levels are.
 LEVEL = (*LEVELS, "none")[0]

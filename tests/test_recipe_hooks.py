@@ -13,7 +13,8 @@ from slime_retool.config import Config
 from slime_retool.errors import ConfigError, ToolUnavailable
 from slime_retool.protocols import load_function
 from slime_retool.rollout.context import RolloutContext, use_context
-from slime_retool.sandbox import Result, Status, process_jail
+from slime_retool.sandbox import Result, Status
+from slime_retool.sandbox.host import client as sandbox_client
 from slime_retool.types import Sample, SampleStatus
 
 RECIPE = Path(__file__).parents[1] / "examples" / "retool"
@@ -121,7 +122,7 @@ def test_errors_and_time_limits_are_observations() -> None:
 
 
 def test_an_outage_of_the_sandbox_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_jail.sys, "executable", "/does/not/exist")
+    monkeypatch.setattr(sandbox_client.sys, "executable", "/does/not/exist")
     with pytest.raises(ToolUnavailable, match="cannot start"):
         generate([(call_text("1"), "stop")], tool_retries=0)
 

@@ -37,7 +37,7 @@ from slime_retool.data.messages import parse_messages
 from slime_retool.data.readers import Row, read_rows, split_slice, write_rows
 from slime_retool.errors import ConfigError, DataError, SlimeRetoolError, run_command
 from slime_retool.sandbox import Sandbox, SandboxPolicy
-from slime_retool.sandbox.policy import ISOLATION_LEVELS
+from slime_retool.sandbox.host.policy import ISOLATION_LEVELS
 from slime_retool.types import Message
 
 TOOLS = [SCHEMA]

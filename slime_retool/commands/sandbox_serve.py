@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from slime_retool.errors import refuse, run_command
-from slime_retool.sandbox.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable
+from slime_retool.sandbox.host.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable
 
 PROG = "slime-retool sandbox serve"
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from slime_retool.sandbox.server import serve
+    from slime_retool.sandbox.host.server import serve
 
     policy = SandboxPolicy(args.isolation, concurrency=args.concurrency)
     print(f"sandbox ({args.isolation}) on http://{args.host}:{args.port}/run_code", file=sys.stderr)

@@ -208,6 +208,11 @@ class ToolArgs:
     sandbox_url: str | None = flag(
         None, metavar="URL", help="Run code in this SandboxFusion deployment (or `slime-retool sandbox serve`) instead."
     )
+    tool_state: str = flag(
+        "call",
+        choices=("call", "session"),
+        help="call: every tool call starts afresh; session: a conversation keeps its variables from call to call.",
+    )
     tool_timeout: float = flag(10.0, help="Seconds one call may run, counted from its start.")
     tool_memory_mb: int = flag(512, help="Memory one call may use.")
     tool_concurrency: int = flag(16, help="Calls that run at once.")

@@ -194,6 +194,11 @@ def check_limits(config: Config) -> None:
         ("--distributed-timeout-minutes", config.distributed_timeout_minutes),
     ):
         require(value > 0, f"{flag} must be above 0, got {value}")
+    require(
+        config.tool_state == "call" or config.sandbox_url is None,
+        f"--tool-state {config.tool_state} needs a sandbox of this run's own: the protocol of --sandbox-url keeps no "
+        "state; drop one",
+    )
     url = config.sandbox_url
     require(
         url is None or url.startswith(("http://", "https://")),

@@ -6,10 +6,17 @@
         await session.run("x = 3")
         await session.run("x ** 2")
 
-Imports neither torch nor any other part of the training stack. docs/sandbox.md has the layers and their limits.
+One folder for each kind of process, each in pure Python (ctypes, no compiled extension):
+
+    host (the caller's, asyncio)  ->  broker (one process: time, output, status, kills)  ->  child (a zygote, and its
+    fork for every call or session)
+
+`broker` and `child` are started by `boot.py` and import only the standard library and what is below them, so that a
+fork of the zygote is small. Nothing here imports torch or any other part of the training stack. docs/sandbox.md has
+the layers and their limits.
 """
 
-from slime_retool.sandbox.policy import Result, SandboxPolicy, SandboxUnavailable, Status
-from slime_retool.sandbox.sandbox import Sandbox, Session, run_sync
+from slime_retool.sandbox.host.policy import Result, SandboxPolicy, SandboxUnavailable, Status
+from slime_retool.sandbox.host.sandbox import Sandbox, Session, run_sync
 
 __all__ = ["Result", "Sandbox", "SandboxPolicy", "SandboxUnavailable", "Session", "Status", "run_sync"]

@@ -6,7 +6,7 @@ from slime_retool.tool_use.format import FORMATS, ToolFormat, make_format
 from slime_retool.tool_use.loop import LoopBudgets, run_tool_loop
 from slime_retool.tool_use.parser import parse_tool_calls
 from slime_retool.tool_use.qwen import QwenFormat, check_template
-from slime_retool.tool_use.registry import Tool, ToolRegistry
+from slime_retool.tool_use.registry import Tool, ToolFunction, ToolRegistry
 from slime_retool.tool_use.retool import RetoolFormat
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ToolCall",
     "ToolCallError",
     "ToolFormat",
+    "ToolFunction",
     "ToolRegistry",
     "ToolResult",
     "Turn",

@@ -36,24 +36,25 @@ async def run_chat_loop(
     sample.reset()
     messages = _messages(sample)
     start, used = len(messages), 0
-    while sample.status is SampleStatus.PENDING:
-        reply = await engine.chat(
-            messages, {**sampling_params, "max_new_tokens": budgets.max_response_tokens - used}, tools
-        )
-        used += reply.completion_tokens
-        sample.num_turns += 1
-        messages.append(_assistant(reply))
-        if reply.finish_reason == "length":
-            sample.status = SampleStatus.TRUNCATED
-        elif not reply.tool_calls:
-            sample.status = SampleStatus.COMPLETED
-        else:
-            calls_left = budgets.max_tool_calls - sample.num_tool_calls
-            out = sample.num_turns >= budgets.max_turns or calls_left <= 0 or used >= budgets.max_response_tokens
-            if out:
+    async with registry.conversation() as own_tools:
+        while sample.status is SampleStatus.PENDING:
+            reply = await engine.chat(
+                messages, {**sampling_params, "max_new_tokens": budgets.max_response_tokens - used}, tools
+            )
+            used += reply.completion_tokens
+            sample.num_turns += 1
+            messages.append(_assistant(reply))
+            if reply.finish_reason == "length":
                 sample.status = SampleStatus.TRUNCATED
+            elif not reply.tool_calls:
+                sample.status = SampleStatus.COMPLETED
             else:
-                messages += await _answer(sample, reply, registry, budgets, calls_left, tools)
+                calls_left = budgets.max_tool_calls - sample.num_tool_calls
+                out = sample.num_turns >= budgets.max_turns or calls_left <= 0 or used >= budgets.max_response_tokens
+                if out:
+                    sample.status = SampleStatus.TRUNCATED
+                else:
+                    messages += await _answer(sample, reply, own_tools, budgets, calls_left, tools)
     sample.response = "\n".join(_text(message) for message in messages[start:])
     sample.metadata = {**sample.metadata, "completion_tokens": used, "messages": messages}
     return sample

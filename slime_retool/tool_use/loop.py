@@ -84,28 +84,30 @@ async def run_tool_loop(
     session = str(sample.index)
     turn_start = len(sample.tokens)
     texts: list[str] = []  # of what stands before turn_start, so that no turn is decoded twice
-    while sample.status is SampleStatus.PENDING:
-        limit = budgets.remaining(sample)
-        # A copy: the engine must not see ids that are appended while it still holds the request.
-        completion = await engine.generate(list(sample.tokens), {**params, "max_new_tokens": limit}, session=session)
-        _append_turn(sample, completion, limit)
-        if completion.finish_reason == "abort":
-            sample.status = SampleStatus.ABORTED
-        elif completion.finish_reason == "length":
-            sample.status = SampleStatus.TRUNCATED
-        else:
-            turn = tool_format.read_turn(sample.tokens[turn_start:])
-            turn_end = len(sample.tokens)
-            if not turn.unfinished:
-                for call in turn.calls:
-                    sample.num_malformed_calls += isinstance(call, ToolCallError)
-            if not turn.calls and not turn.unfinished:
-                sample.status = SampleStatus.COMPLETED
-            elif not await _answer(sample, turn, tool_format, registry, budgets):
+    async with registry.conversation() as tools:
+        while sample.status is SampleStatus.PENDING:
+            limit = budgets.remaining(sample)
+            # A copy: the engine must not see ids that are appended while it still holds the request.
+            request = list(sample.tokens), {**params, "max_new_tokens": limit}
+            completion = await engine.generate(*request, session=session)
+            _append_turn(sample, completion, limit)
+            if completion.finish_reason == "abort":
+                sample.status = SampleStatus.ABORTED
+            elif completion.finish_reason == "length":
                 sample.status = SampleStatus.TRUNCATED
-            elif not turn.unfinished:
-                texts += [turn.text, tool_format.text(sample.tokens[turn_end:])]
-                turn_start = len(sample.tokens)
+            else:
+                turn = tool_format.read_turn(sample.tokens[turn_start:])
+                turn_end = len(sample.tokens)
+                if not turn.unfinished:
+                    for call in turn.calls:
+                        sample.num_malformed_calls += isinstance(call, ToolCallError)
+                if not turn.calls and not turn.unfinished:
+                    sample.status = SampleStatus.COMPLETED
+                elif not await _answer(sample, turn, tool_format, tools, budgets):
+                    sample.status = SampleStatus.TRUNCATED
+                elif not turn.unfinished:
+                    texts += [turn.text, tool_format.text(sample.tokens[turn_end:])]
+                    turn_start = len(sample.tokens)
     sample.response = "".join(texts) + tool_format.text(sample.tokens[turn_start:])
     sample.check()
     return sample

@@ -10,8 +10,9 @@ registry = ToolRegistry([Tool("now", "The time in a time zone.", zone, now)])
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime_retool.errors import ConfigError, ToolUnavailable
@@ -19,6 +20,8 @@ from slime_retool.tool_use.calls import ToolCall, ToolResult
 from slime_retool.types import ToolSchema
 
 NO_OUTPUT = "(no output)"
+
+ToolFunction = Callable[[dict[str, Any]], Awaitable[ToolResult | str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,9 @@ class Tool:
     description: str
     parameters: dict[str, Any]
     """JSON Schema of the arguments object."""
-    function: Callable[[dict[str, Any]], Awaitable[ToolResult | str]]
+    function: ToolFunction
+    conversation: Callable[[], AbstractAsyncContextManager[ToolFunction]] | None = None
+    """For a tool that keeps state: entered for each conversation, gives the function that its calls go to."""
 
     def schema(self) -> ToolSchema:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
@@ -71,6 +76,21 @@ class ToolRegistry:
                 f"the data offers tools that no code is registered for: {', '.join(missing)} (registered: {known}); "
                 "add them to the registry or change the tools column"
             )
+
+    @asynccontextmanager
+    async def conversation(self) -> AsyncIterator[ToolRegistry]:
+        """The registry that one conversation uses: tools that keep state have their own until it ends."""
+        if all(tool.conversation is None for tool in self._tools.values()):
+            yield self
+            return
+        async with AsyncExitStack() as stack:
+            own = [
+                replace(tool, function=await stack.enter_async_context(tool.conversation()))
+                if tool.conversation is not None
+                else tool
+                for tool in self._tools.values()
+            ]
+            yield ToolRegistry(own, retries=self._retries, retry_delay=self._retry_delay)
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Run one call.

@@ -15,8 +15,8 @@ from typing import Any
 
 from aiohttp import web
 
-from slime_retool.sandbox.policy import Result, SandboxPolicy, Status
-from slime_retool.sandbox.sandbox import Sandbox
+from slime_retool.sandbox.host.policy import Result, SandboxPolicy, Status
+from slime_retool.sandbox.host.sandbox import Sandbox
 
 _MAX_REQUEST = 64 << 20
 _FIELDS = {

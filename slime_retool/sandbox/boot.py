@@ -1,4 +1,4 @@
-"""Entry point of the sandbox's own processes: `python -I -S boot.py broker|zygote <control fd>`, or `supervisor`.
+"""Entry point of the sandbox's own processes: `python -I -S boot.py broker|zygote <control fd>`.
 
 Registers this folder as a package of its own, so that the parent packages (asyncio and more) are not imported.
 """
@@ -12,14 +12,10 @@ if __name__ == "__main__":
     package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
     sys.modules["jail"] = package
     if sys.argv[1] == "broker":
-        from jail import broker
+        from jail.broker import broker
 
         broker.main(int(sys.argv[2]))
-    elif sys.argv[1] == "zygote":
-        from jail import zygote
+    else:
+        from jail.child import zygote
 
         zygote.main(int(sys.argv[2]))
-    else:
-        from jail import supervisor
-
-        supervisor.main()

@@ -38,12 +38,12 @@ class SandboxPolicy:
     isolation: str = "namespaces"
     """`namespaces`: own user, process, mount, network, IPC and host-name namespaces with a minimal read-only root,
     Landlock, a system call filter, no capabilities, resource limits. `landlock`: all but the namespaces, for containers
-    that refuse them. `none`: a clean child process with resource limits; it protects against mistakes and is NOT a
-    security boundary: the code can read what its user can read and use the network. A level is never replaced by a
-    weaker one."""
+    that refuse them. `none`: the same process with resource limits and no other layer; it protects against mistakes and
+    is NOT a security boundary: the code can read what its user can read and use the network. A level is never replaced
+    by a weaker one."""
     packages: tuple[str, ...] = ("numpy", "sympy")
     """Distributions that the code can import, with what they require; nothing else of the environment is there.
-    Preloaded, so an import costs nothing. Not at level `none`, which sees all."""
+    Preloaded, so an import costs nothing. Level `none` sees all, and preloads those that are installed."""
     timeout: float = 10.0
     """Seconds of wall time for one call unless `run` says otherwise, from start of execution."""
     cpu_timeout: float | None = None
@@ -73,7 +73,7 @@ class SandboxPolicy:
     """Ordinary user to become when started by root."""
     max_processes: int = 4096
     """RLIMIT_NPROC, only at level `none` (elsewhere a call is one process). The kernel counts all processes and threads
-    of the user, not of the call, and does not count for root."""
+    of the user, not of the call, and does not limit root."""
     startup_timeout: float = 60.0
     """Seconds the interpreter may take to start; beyond that the machine is out of order (`unavailable`)."""
 
@@ -84,21 +84,6 @@ class SandboxPolicy:
             value = self.__getattribute__(name)
             if value is not None and not value > 0:
                 raise ConfigError(f"sandbox {name} must be above 0, got {value}")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One piece of code to run; see `Sandbox.run`."""
-
-    code: str
-    timeout: float
-    cpu: float
-    seed: int | None = None
-    stdin: str | None = None
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    fetch_files: tuple[str, ...] = ()
-    memory_mb: int | None = None
-    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 
 from slime_retool.errors import ConfigError
-from slime_retool.sandbox.jail import semantics
-from slime_retool.sandbox.policy import Result, SandboxPolicy, Status
+from slime_retool.sandbox.child import semantics
+from slime_retool.sandbox.host.policy import Result, SandboxPolicy, Status
 
 _REPLY_GRACE = 30.0
 """Seconds beyond a program's own limit for the server to queue it and to answer."""

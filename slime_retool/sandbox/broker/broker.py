@@ -20,14 +20,15 @@ import time
 import traceback
 from typing import Any
 
-from . import exchange, executor, output, verdict
+from ..child import executor
+from ..wire import LENGTH
+from . import exchange, output, verdict
 from .deadlines import Deadlines
 from .forks import Fatal, Forks
 from .link import ClientGone, Link
 from .loop import READABLE, WRITABLE, Loop
 from .records import Child, Job, Kind, Session
 from .sessions import Sessions
-from .wire import LENGTH
 
 _PARENT_CHECK = 2.0
 _MAX_SETUP_FAILURES = 3
@@ -40,6 +41,8 @@ class Broker:
     def __init__(self, client: socket.socket, config: dict[str, Any]) -> None:
         self.limits: dict[str, Any] = config["limits"]
         self.freeze = "freeze" not in config["zygote"]["off"]
+        self.guarded = config["zygote"]["isolation"] == "none"
+        """Children may have started processes: a call has ended when these have."""
         heavy = "|".join(map(re.escape, config["heavy"]))
         self.heavy = re.compile(rf"\b(?:{heavy})\b") if heavy else None
         self.counts: collections.Counter[str] = collections.Counter()
@@ -128,9 +131,13 @@ class Broker:
         if child.session is not None and self.freeze:
             child.signal(signal.SIGSTOP)
             child.stopped = True
-        self._finish(child, job, verdict.completed(child, job, answer, cpu, self.limits))
+        result = verdict.completed(child, job, answer, cpu, self.limits)
         if child.session is None:
             child.kill("done")
+            if self.guarded:
+                child.result = result
+                return
+        self._finish(child, job, result)
         self._pump()
 
     def _read_last_words(self, child: Child) -> None:
@@ -154,7 +161,8 @@ class Broker:
             while kind.queue:
                 self._refuse(kind.queue.popleft(), why)
         if child.job is not None:
-            self._finish(child, child.job, verdict.ended(child, child.job, status, cpu, rss, self.limits))
+            result = child.result or verdict.ended(child, child.job, status, cpu, rss, self.limits)
+            self._finish(child, child.job, result)
         session = child.session
         if session is not None and session.child is child and session in self.sessions:
             self._lose(session, _LOST.get(child.killed or "", "its process ended between two cells"))

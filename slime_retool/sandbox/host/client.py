@@ -11,15 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from typing import Any
 
-from slime_retool.sandbox.jail.environment import package_folders
-from slime_retool.sandbox.jail.syscalls import AUDIT_ARCH, MACHINE
-from slime_retool.sandbox.jail.wire import Frames, pack
-from slime_retool.sandbox.policy import SandboxPolicy, SandboxUnavailable
+from slime_retool.sandbox.child.environment import package_folders
+from slime_retool.sandbox.child.syscalls import AUDIT_ARCH, MACHINE
+from slime_retool.sandbox.host.policy import SandboxPolicy, SandboxUnavailable
+from slime_retool.sandbox.wire import Frames, pack
 
-_BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
+_BOOT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "boot.py")
 _START_GRACE = 30.0
 _EXIT_SECONDS = 10.0
 _MESSAGES_AT_ONCE = 8
@@ -97,7 +98,8 @@ class JailClient(asyncio.Protocol):
 
     async def start(self) -> dict[str, Any]:
         """Notes of each zygote. Raises SandboxUnavailable."""
-        if not sys.platform.startswith("linux") or MACHINE not in AUDIT_ARCH:
+        known = MACHINE in AUDIT_ARCH or self._policy.isolation == "none"
+        if not sys.platform.startswith("linux") or not known:
             raise SandboxUnavailable(
                 f"isolation {self._policy.isolation!r} needs Linux on x86_64 or aarch64, this is "
                 f"{sys.platform} on {MACHINE}; "
@@ -141,23 +143,28 @@ class JailClient(asyncio.Protocol):
 
     def _config(self) -> dict[str, Any]:
         policy = self._policy
+        bare = policy.isolation == "none"
         try:
             packages = package_folders(policy.packages)
         except LookupError as error:
-            raise SandboxUnavailable(
-                f"the sandbox's package {error} is not installed for {sys.executable}; install it or take "
-                f"it out of "
-                "SandboxPolicy.packages"
-            ) from error
-        links = work = None
+            if not bare:
+                raise SandboxUnavailable(
+                    f"the sandbox's package {error} is not installed for {sys.executable}; install it or take it out "
+                    "of SandboxPolicy.packages"
+                ) from error
+            packages = {}
+        path, work = [], None
         if not self._private_root:
             links, work = self._make_folder(packages)
+            # Start-up skips `site` (and the .pth files it runs), so where packages are installed is named.
+            installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+            path = sorted(installed) if bare else [links]
         preload = _preloads(packages, policy.packages)
         heavy = [name.removesuffix(".py") for name in packages if name.removesuffix(".py").isidentifier()]
         zygote = {
             "isolation": policy.isolation,
             "packages": packages,
-            "package_links": links,
+            "path": path,
             "work": work,
             "uid": policy.uid,
             "off": sorted(self._off),
@@ -172,6 +179,7 @@ class JailClient(asyncio.Protocol):
                 "output": policy.max_output_bytes,
                 "file_mb": policy.max_file_mb,
                 "open_files": policy.max_open_files,
+                "processes": policy.max_processes,
                 "scratch_mb": policy.max_disk_mb,
                 "inodes": policy.max_inodes,
                 "concurrency": policy.concurrency,

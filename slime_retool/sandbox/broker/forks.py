@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from . import output, zygote
+from ..child import zygote
+from . import output
 from .loop import Loop
 from .records import Child, Kind
 
 _MAX_RESTARTS, _RESTART_WINDOW = 5, 60.0
 _EXIT_SECONDS = 2.0
 _CPUCLOCK_PROCESS = 2
-_BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
+_BOOT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "boot.py")
 
 now = time.monotonic
 

@@ -6,9 +6,9 @@ import json
 import secrets
 from typing import Any
 
-from . import executor
+from ..child import executor
+from ..wire import LENGTH, pack
 from .records import Child, Job
-from .wire import LENGTH, pack
 
 _CHILD_LIMITS = ("memory", "disk", "file_size", "open_files")
 _SLACK = 1 << 20

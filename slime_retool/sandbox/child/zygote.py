@@ -1,5 +1,8 @@
 """The zygote: shuts itself in, imports the packages, then forks one locked-down child per request.
 
+At isolation level `none` it shuts nothing in, and a guardian stands between it and each child: there the code may start
+processes, and the guardian ends them with it.
+
 It never holds code or results. Its control socket (SOCK_SEQPACKET) carries one JSON configuration in and one answer
 out, then `<I` tag with three descriptors per fork in; and out `F` tag with a pidfd, `X` tag status usage.
 """
@@ -24,6 +27,7 @@ from typing import Any
 from . import executor, landlock, memory, namespaces, seccomp, warmup
 from .environment import DEVICES, HostPaths, host_paths, without
 from .syscalls import (
+    PR_SET_CHILD_SUBREAPER,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
     drop_bounding_set,
@@ -53,6 +57,7 @@ LAYERS = (
     "freeze",
 )
 """All layers by name; tests switch one off to see what it stops. `freeze` and `environment` are the broker's."""
+_KEPT_AT_NONE = {"environment", "rlimits", "freeze"}
 
 _NICE = 5
 _STACK = 8 << 20
@@ -61,6 +66,7 @@ _RLIMIT_SIGPENDING = (
 )
 _PENDING_SIGNALS = 1024
 _FIRST_FREE_FD = 20
+_KILL_SECONDS = 10.0
 
 
 class LayerError(Exception):
@@ -85,7 +91,8 @@ class Zygote:
         self.config = config
         self.limits: dict[str, int] = config["limits"]
         self.private = config["isolation"] == "namespaces"
-        self.off = set(config["off"])
+        self.bare = config["isolation"] == "none"
+        self.off = {*config["off"], *(set(LAYERS) - _KEPT_AT_NONE if self.bare else ())}
         self.paths = host_paths()
         self.notes: dict[str, str] = {}
         self.rules: landlock.Ruleset | None = None
@@ -105,12 +112,12 @@ class Zygote:
         if self.private:
             self._enter_namespaces()
         else:
-            if os.geteuid() == 0:
+            if os.geteuid() == 0 and "user" not in self.off:
                 self._become_ordinary_user()
             self._open_own_files()
         os.umask(0o077)
         os.nice(_NICE)
-        sys.path.append(namespaces.PACKAGES if self.private_root else self.config["package_links"])
+        sys.path += [namespaces.PACKAGES] if self.private_root else self.config["path"]
         started = time.perf_counter()
         warmup.preload([*warmup.STDLIB, *self.config["preload"]])
         failures = warmup.warm(self.config["preload"])
@@ -120,8 +127,9 @@ class Zygote:
         if self.private_root:
             sys.path.insert(0, namespaces.WORK)  # modules that the code writes
         self.executor = executor.Executor(self.limits["output"], self.limits["memory"] >> 20)
-        prctl(PR_SET_NO_NEW_PRIVS, 1)
-        drop_bounding_set()
+        if not self.bare:
+            prctl(PR_SET_NO_NEW_PRIVS, 1)
+            drop_bounding_set()
         if "landlock" not in self.off:
             with _layer("landlock"):
                 self.rules = self._rules()
@@ -129,9 +137,9 @@ class Zygote:
         if "seccomp" not in self.off:
             with _layer("seccomp"):
                 seccomp.install(seccomp.stage1())
+            self.child_filter = seccomp.stage2(1, private_root=True)
         if not self.private and "capabilities" not in self.off:
             drop_capabilities()
-        self.child_filter = seccomp.stage2(1, private_root=True)
         self._share_memory()
         self.address_space = int(os.pread(self.size_file, 64, 0).split()[0]) * resource.getpagesize()
 
@@ -195,7 +203,7 @@ class Zygote:
     def _become_ordinary_user(self) -> None:
         """Without namespaces, root drops to an ordinary user if that one can read the interpreter and the packages."""
         uid = self.config["uid"]
-        needed = [*self.paths.readable, *self.config["packages"].values(), self.config["package_links"]]
+        needed = [*self.paths.readable, *self.config["packages"].values(), *self.config["path"]]
         if _readable_as(uid, needed):
             self._become_nobody()
             self.notes["user"] = str(uid)
@@ -224,8 +232,7 @@ class Zygote:
         else:
             for path in self.paths.readable:
                 rules.allow(path, landlock.READ_DIR)
-            rules.allow(self.config["package_links"], landlock.READ_ONLY)
-            for path in self.config["packages"].values():
+            for path in (*self.config["path"], *self.config["packages"].values()):
                 rules.allow(path, landlock.READ_ONLY)
             rules.allow(self.config["work"], landlock.READ_WRITE)
         return _keep_clear_of_children(rules)
@@ -239,7 +246,7 @@ class Zygote:
                 self._serve()
         finally:
             for pid, _ in self.tags.values():
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGTERM if self.bare else signal.SIGKILL)  # a guardian has to end others
             for pid, _ in self.tags.values():
                 os.waitpid(pid, 0)
 
@@ -264,7 +271,7 @@ class Zygote:
             namespaces.unshare(namespaces.NEWPID)
         pid = raw_fork()
         if pid == 0:
-            self._become_child(tag, fds)
+            (self._become_guardian if self.bare else self._become_child)(tag, fds)
         if self.private_pids:
             namespaces.join_pid_namespace(self.own_pid_namespace)
         for fd in fds:
@@ -272,20 +279,49 @@ class Zygote:
         pidfd = os.pidfd_open(pid)
         self.tags[pidfd] = pid, tag
         self.epoll.register(pidfd, select.EPOLLIN)
-        socket.send_fds(self.control, [FORKED.pack(b"F", tag)], [pidfd])
+        if not self.bare:
+            socket.send_fds(self.control, [FORKED.pack(b"F", tag)], [pidfd])
 
     def _reap(self, pidfd: int) -> None:
         pid, tag = self.tags.pop(pidfd)
         self.epoll.unregister(pidfd)  # closing it does not: the broker has a copy
         os.close(pidfd)
         _, status, usage = os.wait4(pid, 0)
-        report = EXITED.pack(b"X", tag, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024)
-        self.control.send(report)
+        self._report_end(tag, status, usage)  # of a guardian: only heard if it could not report its child's
+
+    def _report_end(self, tag: int, status: int, usage: resource.struct_rusage) -> None:
+        self.control.send(EXITED.pack(b"X", tag, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024))
+
+    def _become_guardian(self, tag: int, fds: list[int]) -> None:
+        """Fork the child, and end with it all that it started: orphans come to us. Never returns."""
+        try:
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
+            prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            pid = raw_fork()
+            if pid == 0:
+                self._become_child(tag, fds)
+            signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
+            for fd in fds:
+                os.close(fd)
+            pidfd = os.pidfd_open(pid)
+            socket.send_fds(self.control, [FORKED.pack(b"F", tag)], [pidfd])
+            # Not reaped yet: until its group has been killed, the number must stay ours.
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            _, status, usage = os.wait4(pid, 0)
+            # What left the group becomes our child when its own parent dies: so every generation is reached.
+            _kill_all_children()
+            self._report_end(tag, status, usage)
+        finally:
+            os._exit(0)
 
     def _become_child(self, tag: int, fds: list[int]) -> None:
         """Lock down and run what the broker sends. Never returns."""
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self.bare:
+                os.setsid()  # signals to its own group reach nobody else
             self._arrange_descriptors(*fds)
             folder = self._enter_work_folder(tag)
             if "rlimits" not in self.off:
@@ -334,6 +370,11 @@ class Zygote:
         return folder
 
     def _set_limits(self) -> None:
+        if self.bare:
+            _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+            most = self.limits["processes"]
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
         for name, value in (
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_MEMLOCK, 0),
@@ -362,6 +403,22 @@ def _continue_as_first_process(control: socket.socket) -> None:
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0x7F)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill_all_children() -> None:
+    """Until there are none, as long as that takes a few seconds."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    while time.monotonic() < deadline:
+        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
+            for pid in map(int, file.read().split()):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
 
 
 def _readable_as(uid: int, paths: list[str]) -> bool:

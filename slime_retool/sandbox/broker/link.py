@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from ..wire import Frames, pack
 from .loop import READABLE, Loop
-from .wire import Frames, pack
 
 _CHUNK = 1 << 20
 _LAST_WORDS_SECONDS = 5

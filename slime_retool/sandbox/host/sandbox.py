@@ -1,0 +1,184 @@
+"""The sandbox as callers see it: a bounded number of calls at once, one `Result` each, at one isolation level."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from slime_retool.sandbox.host.client import JailClient
+from slime_retool.sandbox.host.policy import Result, SandboxPolicy, SandboxUnavailable, Status
+
+logger = logging.getLogger(__name__)
+
+_NO_ISOLATION = (
+    "SANDBOX ISOLATION IS OFF (isolation='none'): code that a model writes runs as this user, can read what this user "
+    "can read and can use the network. Use 'namespaces' or 'landlock' for anything but your own code."
+)
+
+
+class Sandbox:
+    """Runs snippets of Python, each in a fresh process, or cells of sessions whose variables persist.
+
+    `run` never raises for what the code does or for an outage (status `unavailable`). Leaving the `async with` block
+    ends calls still running and removes every file they left. A broker that ended is replaced at the next call.
+    """
+
+    def __init__(self, policy: SandboxPolicy | None = None, *, _without: frozenset[str] = frozenset()) -> None:
+        """_without: layers to leave out (`child.zygote.LAYERS`), for tests of what each one stops."""
+        self.policy = policy or SandboxPolicy()
+        self._without = _without
+        self._client: JailClient | None = None
+        self._starting = asyncio.Lock()
+        self._open_sessions: set[str] = set()
+        self._lost_sessions: set[str] = set()
+
+    async def __aenter__(self) -> Sandbox:
+        """Raises SandboxUnavailable when the isolation level cannot be had on this machine."""
+        if self.policy.isolation == "none":
+            logger.warning(_NO_ISOLATION)
+        self._client = await self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def run(
+        self,
+        code: str,
+        *,
+        timeout: float | None = None,
+        seed: int | None = None,
+        stdin: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: tuple[str, ...] = (),
+        memory_mb: int | None = None,
+        _session: str | None = None,
+    ) -> Result:
+        """Run `code` as a script; a bare last expression is echoed in `Result.result`.
+
+        `timeout`: seconds of wall time from start of execution (default: the policy's). `seed`: for the generators of
+        `random` and, where it is loaded, numpy. `stdin`: what `input` and standard input give (default: closed).
+        `files`: put into the working folder before; `fetch_files`: read from it afterwards. `memory_mb`: lower than the
+        policy's. Cancelling the caller ends the call.
+        """
+        wall = self.policy.timeout if timeout is None else timeout
+        message = {
+            "op": "run",
+            "code": code,
+            "session": _session,
+            "timeout": wall,
+            "cpu": wall if self.policy.cpu_timeout is None else self.policy.cpu_timeout,
+            "seed": seed,
+            "stdin": stdin,
+            "files": {name: base64.b64encode(data).decode() for name, data in (files or {}).items()},
+            "fetch": list(fetch_files),
+            "memory_mb": None if memory_mb is None else min(memory_mb, self.policy.memory_mb),
+        }
+        try:
+            client = await self._running_client()
+            if _session is not None:
+                if _session in self._lost_sessions:
+                    raise SandboxUnavailable(f"session {_session!r} is lost: the sandbox's broker ended")
+                self._open_sessions.add(_session)
+            return _result(await client.call(message))
+        except SandboxUnavailable as error:
+            return Result(Status.UNAVAILABLE, error=f"sandbox unavailable: {error}")
+
+    def session(self, name: str) -> Session:
+        """The session called `name`; it begins with its first cell."""
+        return Session(self, name)
+
+    async def stats(self) -> dict[str, Any]:
+        """Numbers of running and waiting calls, sessions and processes, and how calls ended so far."""
+        answer = await (await self._running_client()).call({"op": "stats"})
+        return answer["stats"]
+
+    async def _start(self) -> JailClient:
+        client = JailClient(self.policy, self._without)
+        self.notes = await client.start()
+        return client
+
+    async def _running_client(self) -> JailClient:
+        if self._client is not None and self._client.alive:
+            return self._client
+        async with self._starting:
+            if self._client is None:
+                raise SandboxUnavailable("the sandbox is closed: make calls inside `async with Sandbox(...)`")
+            if not self._client.alive:
+                self._lost_sessions |= self._open_sessions
+                await self._client.close()
+                self._client = await self._start()
+            return self._client
+
+    def _close_session(self, name: str) -> None:
+        self._open_sessions.discard(name)
+        self._lost_sessions.discard(name)
+        if self._client is not None:
+            self._client.close_session(name)
+
+
+class Session:
+    """Cells that share variables, one at a time and in the order of the calls; between cells the process is stopped.
+
+    A cell that is killed (time, memory, a crash) takes the variables with it: its error says so and the next cell
+    starts afresh. A session that the sandbox itself lost (expired, evicted, an outage) is `unavailable` until closed.
+    """
+
+    def __init__(self, box: Sandbox, name: str) -> None:
+        self._box, self.name = box, name
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def run(
+        self,
+        cell: str,
+        *,
+        timeout: float | None = None,
+        seed: int | None = None,
+        stdin: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: tuple[str, ...] = (),
+    ) -> Result:
+        """As `Sandbox.run`, in this session; limits are those of the cell."""
+        return await self._box.run(
+            cell, timeout=timeout, seed=seed, stdin=stdin, files=files, fetch_files=fetch_files, _session=self.name
+        )
+
+    def close(self) -> None:
+        """End its process; a later cell of the same name starts afresh."""
+        self._box._close_session(self.name)
+
+
+def run_sync(
+    code: str, policy: SandboxPolicy | None = None, *, timeout: float | None = None, seed: int | None = None
+) -> Result:
+    """Run one snippet from synchronous code; for many snippets use `Sandbox`."""
+
+    async def once() -> Result:
+        async with Sandbox(policy) as box:
+            return await box.run(code, timeout=timeout, seed=seed)
+
+    return asyncio.run(once())
+
+
+def _result(answer: dict[str, Any]) -> Result:
+    del answer["id"]
+    answer["status"] = Status(answer["status"])
+    files = answer.get("files")
+    if files:
+        answer["files"] = {name: base64.b64decode(content) for name, content in files.items()}
+    return Result(**answer)
