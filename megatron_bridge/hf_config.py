@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_bridge.flags import option_name
 from megatron_bridge.model_config import ModelArgs, check_model, head_dim, moe_layers, query_groups
 from megatron_bridge.names import FAMILIES
 
@@ -80,6 +81,25 @@ def _expert_args(config: HfConfig) -> dict[str, Any]:
     )
 
 
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+_NUMBERS = {
+    "rotary_base": "rope_theta",
+    "rotary_percent": "partial_rotary_factor",
+    "norm_epsilon": "rms_norm_eps",
+    "normalization": "normalisation",
+    "num_experts": "num_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+"""Flags that are numbers or names -> config.json's keys."""
+
+
 def check_against_hf(model: ModelArgs, config: HfConfig) -> None:
     """Compare every flag that describes the model with config.json.
 
@@ -87,77 +107,70 @@ def check_against_hf(model: ModelArgs, config: HfConfig) -> None:
     """
     wanted = model_args_from_hf(config)
     check_model(wanted)
-    differences: list[str] = []
-
-    def compare_number(flag: str, given: Any, key: str, value: Any) -> None:
-        if given != value:
-            shown = "is missing" if given is None else str(given)
-            differences.append(f"{flag} {shown}, but config.json's {key} is {value} (fix: {flag} {value})")
-
-    def compare_switch(flag: str, given: bool, key: str, value: bool) -> None:
-        if given != value:
-            state, fix = ("given", f"remove {flag}") if given else ("not given", f"add {flag}")
-            differences.append(f"{flag} is {state}, but config.json {key} (fix: {fix})")
-
-    compare_number("--num-layers", model.num_layers, "num_hidden_layers", wanted.num_layers)
-    compare_number("--hidden-size", model.hidden_size, "hidden_size", wanted.hidden_size)
-    compare_number("--ffn-hidden-size", model.ffn_hidden_size, "intermediate_size", wanted.ffn_hidden_size)
-    compare_number(
-        "--num-attention-heads", model.num_attention_heads, "num_attention_heads", wanted.num_attention_heads
-    )
-    compare_number("--vocab-size", model.vocab_size, "vocab_size", wanted.vocab_size)
-    if not differences:  # these are derived from the ones above
-        compare_number("--kv-channels", head_dim(model), "head width", head_dim(wanted))
-        if model.num_query_groups is not None and not model.group_query_attention:
-            given = f"--num-query-groups {model.num_query_groups}"
-            differences.append(f"{given} has no effect without --group-query-attention (fix: add it)")
-        groups = query_groups(model) if model.num_query_groups or not model.group_query_attention else None
-        if groups != query_groups(wanted):
-            shown = "is missing" if groups is None else groups
-            differences.append(
-                f"--num-query-groups {shown}, but config.json's num_key_value_heads is {query_groups(wanted)} "
-                f"(fix: --group-query-attention --num-query-groups {query_groups(wanted)})"
-            )
+    differences = _differing_numbers(model, wanted, _SIZES)
+    if not differences:
+        differences += _differing_widths(model, wanted)
+    numbers = dict(_NUMBERS)
     if model.max_position_embeddings is not None:
-        compare_number(
-            "--max-position-embeddings", model.max_position_embeddings, "max_position_embeddings",
-            wanted.max_position_embeddings,
-        )  # fmt: skip
-    compare_number("--rotary-base", model.rotary_base, "rope_theta", wanted.rotary_base)
-    compare_number("--rotary-percent", model.rotary_percent, "partial_rotary_factor", wanted.rotary_percent)
-    compare_number("--norm-epsilon", model.norm_epsilon, "rms_norm_eps", wanted.norm_epsilon)
-    compare_number("--normalization", model.normalization, "normalisation", wanted.normalization)
-    compare_switch("--swiglu", model.swiglu, "has a gated MLP with SiLU", True)
-    compare_switch("--disable-bias-linear", model.disable_bias_linear, "has no biases in linear layers", True)
-    compare_switch(
-        "--use-rotary-position-embeddings", model.use_rotary_position_embeddings, "has rotary embeddings", True
-    )
-    kind = f"has model_type {config['model_type']}"
-    compare_switch("--add-qkv-bias", model.add_qkv_bias, kind, wanted.add_qkv_bias)
-    compare_switch("--qk-layernorm", model.qk_layernorm, kind, wanted.qk_layernorm)
-    scaling = f"has rope_type {'llama3' if wanted.use_rope_scaling else 'default'}"
-    compare_switch("--use-rope-scaling", model.use_rope_scaling, scaling, wanted.use_rope_scaling)
+        numbers["max_position_embeddings"] = "max_position_embeddings"
     if model.use_rope_scaling and wanted.use_rope_scaling:
-        compare_number("--rope-scaling-factor", model.rope_scaling_factor, "factor", wanted.rope_scaling_factor)
-    tie = str(not wanted.untie_embeddings_and_output_weights).lower()
-    compare_switch(
-        "--untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights,
-        f"has tie_word_embeddings {tie}", wanted.untie_embeddings_and_output_weights,
-    )  # fmt: skip
-    compare_number("--num-experts", model.num_experts, "num_experts", wanted.num_experts)
-    compare_number("--moe-router-topk", model.moe_router_topk, "num_experts_per_tok", wanted.moe_router_topk)
-    compare_number(
-        "--moe-ffn-hidden-size", model.moe_ffn_hidden_size, "moe_intermediate_size", wanted.moe_ffn_hidden_size
-    )
-    compare_switch(
-        "--moe-router-pre-softmax", model.moe_router_pre_softmax,
-        f"has norm_topk_prob {str(not wanted.moe_router_pre_softmax).lower()}", wanted.moe_router_pre_softmax,
-    )  # fmt: skip
+        numbers["rope_scaling_factor"] = "factor"
+    differences += _differing_numbers(model, wanted, numbers)
+    kind = f"has model_type {config['model_type']}"
+    switches = {
+        "swiglu": "has a gated MLP with SiLU",
+        "disable_bias_linear": "has no biases in linear layers",
+        "use_rotary_position_embeddings": "has rotary embeddings",
+        "add_qkv_bias": kind,
+        "qk_layernorm": kind,
+        "use_rope_scaling": f"has rope_type {'llama3' if wanted.use_rope_scaling else 'default'}",
+        "untie_embeddings_and_output_weights": (
+            f"has tie_word_embeddings {str(not wanted.untie_embeddings_and_output_weights).lower()}"
+        ),
+        "moe_router_pre_softmax": f"has norm_topk_prob {str(not wanted.moe_router_pre_softmax).lower()}",
+    }
+    for name, what in switches.items():
+        given, flag = model.__dict__[name], option_name(name)
+        if given != wanted.__dict__[name]:
+            state, fix = ("given", f"remove {flag}") if given else ("not given", f"add {flag}")
+            differences.append(f"{flag} is {state}, but config.json {what} (fix: {fix})")
     if not differences and moe_layers(model) != moe_layers(wanted):
-        compare_number("--moe-layer-freq", model.moe_layer_freq, "pattern of layers", wanted.moe_layer_freq)
+        differences += _differing_numbers(model, wanted, {"moe_layer_freq": "pattern of layers"})
     if differences:
         raise ValueError("; ".join(differences))
     check_model(model)
+
+
+def _differing_numbers(model: ModelArgs, wanted: ModelArgs, keys: dict[str, str]) -> list[str]:
+    found = []
+    for name, key in keys.items():
+        given, value = model.__dict__[name], wanted.__dict__[name]
+        if given != value:
+            found.append(_difference(option_name(name), given, key, value))
+    return found
+
+
+def _difference(flag: str, given: Any, key: str, value: Any) -> str:
+    shown = "is missing" if given is None else given
+    return f"{flag} {shown}, but config.json's {key} is {value} (fix: {flag} {value})"
+
+
+def _differing_widths(model: ModelArgs, wanted: ModelArgs) -> list[str]:
+    """What may be left out and then follows from the sizes."""
+    found = []
+    if head_dim(model) != head_dim(wanted):
+        found.append(_difference("--kv-channels", head_dim(model), "head width", head_dim(wanted)))
+    if model.num_query_groups is not None and not model.group_query_attention:
+        given = f"--num-query-groups {model.num_query_groups}"
+        found.append(f"{given} has no effect without --group-query-attention (fix: add it)")
+    groups = query_groups(model) if model.num_query_groups or not model.group_query_attention else None
+    if groups != query_groups(wanted):
+        shown = "is missing" if groups is None else groups
+        found.append(
+            f"--num-query-groups {shown}, but config.json's num_key_value_heads is {query_groups(wanted)} "
+            f"(fix: --group-query-attention --num-query-groups {query_groups(wanted)})"
+        )
+    return found
 
 
 def _need(config: HfConfig, key: str) -> int:

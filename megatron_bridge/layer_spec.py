@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -60,9 +61,7 @@ def resolve_attention_backend(backend: str, *, impl: str, head_dim: int, cp: int
     return "fused"
 
 
-def block_spec(  # type: ignore[no-untyped-def]
-    config, *, with_experts: Sequence[bool], transformer_impl: str, attention_backend: str, vp_stage: int | None = None
-):
+def block_spec(config: Any, *, with_experts: Sequence[bool], transformer_impl: str, attention_backend: str) -> Any:
     """Megatron's `TransformerBlockSubmodules` for this pipeline stage (`parallel_state` must be initialised).
 
     `config` is a TransformerConfig; `with_experts` says of every layer of the whole model whether its MLP is a mixture
@@ -70,61 +69,62 @@ def block_spec(  # type: ignore[no-untyped-def]
     """
     # Megatron warns about every optional package that is not there; the choice made here is deliberate.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.transformer_block import (
-        TransformerBlockSubmodules,
-        get_num_layers_to_build,
-    )
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    offset = get_transformer_layer_offset(config, vp_stage)
-    experts = with_experts[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
     from megatron_bridge.attention import HeadNorm, PackedCoreAttention, PackedSelfAttention, RMSNorm
 
-    if transformer_impl == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        def megatrons(experts: bool):  # type: ignore[no-untyped-def]
-            return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-                qk_layernorm=config.qk_layernorm,
-                num_experts=config.num_moe_experts if experts else None,
-                moe_grouped_gemm=experts and config.moe_grouped_gemm,
-            )
-
-        norm = TENorm
-    else:
-
-        def megatrons(experts: bool):  # type: ignore[no-untyped-def]
-            made = gpt_layer_specs.get_gpt_layer_local_spec(
-                qk_layernorm=config.qk_layernorm,
-                normalization=config.normalization,
-                num_experts=config.num_moe_experts if experts else None,
-            )
-            layer = made.submodules
-            layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-            if experts:
-                # As Transformer Engine's layers do: this norm is part of no linear layer.
-                del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-            return made
-
-        norm = RMSNorm
-
-    def spec(experts: bool):  # type: ignore[no-untyped-def]
-        made = megatrons(experts)
-        attention = made.submodules.self_attention
-        attention.module = PackedSelfAttention
-        if transformer_impl == "local" or attention_backend == "flash":
-            attention.submodules.core_attention = PackedCoreAttention
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = (
-            HeadNorm if config.qk_layernorm else IdentityOp
-        )
-        return made
-
+    local = transformer_impl == "local"
+    offset = get_transformer_layer_offset(config)
+    experts = with_experts[offset : offset + get_num_layers_to_build(config)]
     if any(experts):
         from megatron.core.transformer.moe import moe_utils
 
         # 0.16.1 reads this name although it is only imported with Transformer Engine; None means "not there".
         moe_utils.__dict__.setdefault("te_general_gemm", None)
-    specs = {kind: spec(kind) for kind in set(experts)}
+    specs = {kind: (_local_layer if local else _te_layer)(config, kind) for kind in set(experts)}
+    for spec in specs.values():
+        attention = spec.submodules.self_attention
+        attention.module = PackedSelfAttention
+        if local or attention_backend == "flash":
+            attention.submodules.core_attention = PackedCoreAttention
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = (
+            HeadNorm if config.qk_layernorm else IdentityOp
+        )
+    norm = RMSNorm if local else _te_norm()
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in experts], layer_norm=norm)
+
+
+def _te_norm() -> Any:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _te_layer(config: Any, experts: bool) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts if experts else None,
+        moe_grouped_gemm=experts and config.moe_grouped_gemm,
+    )
+
+
+def _local_layer(config: Any, experts: bool) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron_bridge.attention import RMSNorm
+
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+        num_experts=config.num_moe_experts if experts else None,
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if experts:
+        # As Transformer Engine's layers do: this norm is part of no linear layer.
+        del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    return spec

@@ -45,17 +45,15 @@ def build_gpt_model(
     *,
     pre_process: bool = True,
     post_process: bool = True,
-    vp_stage: int | None = None,
     transformer_impl: str = "auto",
     attention_backend: str = "auto",
-    parallel_output: bool = True,
     output: str = "logits",
     gradient_accumulation_fusion: bool = False,
 ):  # type: ignore[no-untyped-def]
     """This rank's part of the model (`parallel_state` must be initialised, see `init_parallel`).
 
     `config` comes from `transformer_config`. `pre_process` and `post_process` say whether this pipeline stage
-    holds the embedding and the output layer. `parallel_output=False` gathers the logits over tensor-parallel ranks.
+    holds the embedding and the output layer.
     `output` is what the last stage returns: `logits` or `hidden` (see the module's docstring).
     `gradient_accumulation_fusion`: Transformer Engine's layers add weight gradients to the parameters' `main_grad`
     themselves (Megatron's DistributedDataParallel provides it); no effect on local layers.
@@ -76,20 +74,15 @@ def build_gpt_model(
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(
-            config,
-            with_experts=moe_layers(model),
-            transformer_impl=impl,
-            attention_backend=attention,
-            vp_stage=vp_stage,
+            config, with_experts=moe_layers(model), transformer_impl=impl, attention_backend=attention
         ),
         vocab_size=padded_vocab_size(model, tp),
         max_sequence_length=model.max_position_embeddings or 4096,  # only read for learned positions
         pre_process=pre_process,
         post_process=post_process,
-        parallel_output=parallel_output,
+        parallel_output=True,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type="none",  # the layers rotate, see `attention.PackedSelfAttention`
-        vp_stage=vp_stage,
     )
     _set_rotary(gpt, model, config)
     _set_activation(gpt)
@@ -102,13 +95,17 @@ def build_gpt_model(
     if post_process and output == "hidden":
         _return_hidden_states(gpt)
     elif post_process:
-        _mask_padded_vocabulary(gpt, model, tp, parallel_output)
+        _mask_padded_vocabulary(gpt, model, tp)
+    _reduce_experts_apart(gpt)
+    return gpt
+
+
+def _reduce_experts_apart(gpt: Any) -> None:
+    """Over the expert-data-parallel group, which Megatron itself only says when ep > 1: at tp > etp the copies of an
+    expert on several tensor-parallel ranks see other tokens, too."""
     for name, parameter in gpt.named_parameters():
         if ".mlp.experts." in name:
-            # Reduced over the expert-data-parallel group, which Megatron itself only says when ep > 1: at tp > etp
-            # the copies of an expert on several tensor-parallel ranks see other tokens, too.
             parameter.allreduce = False
-    return gpt
 
 
 def _set_rotary(gpt: Any, model: ModelArgs, config: Any) -> None:
@@ -173,11 +170,11 @@ def _return_hidden_states(gpt: Any) -> None:
     gpt.output_layer.forward = forward
 
 
-def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int, parallel_output: bool) -> None:
+def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int) -> None:
     from megatron.core import parallel_state
 
-    width = padded_vocab_size(model, tp) // (tp if parallel_output else 1)
-    start = width * parallel_state.get_tensor_model_parallel_rank() if parallel_output else 0
+    width = padded_vocab_size(model, tp) // tp
+    start = width * parallel_state.get_tensor_model_parallel_rank()
     valid = min(max(required(model, "vocab_size") - start, 0), width)
     if valid == width:
         return

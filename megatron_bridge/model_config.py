@@ -193,9 +193,7 @@ def check_expert_parallel(model: ModelArgs, ep: int, etp: int) -> None:
         )
 
 
-def check_pipeline(
-    num_layers: int, pp: int, *, vpp: int | None = None, first: int | None = None, last: int | None = None
-) -> None:
+def check_pipeline(num_layers: int, pp: int, *, first: int | None = None, last: int | None = None) -> None:
     """Refuse (ValueError, naming the nearest valid choice) layers that cannot be laid out over the stages.
 
     `first` and `last` are the layers of the first and the last stage; the others share the rest evenly.
@@ -212,8 +210,7 @@ def check_pipeline(
         )
     rest = num_layers - sum(n for n in ends if n is not None)
     stages = pp - sum(n is not None for n in ends)
-    chunks = stages * (vpp or 1)
-    fits = rest == 0 if stages == 0 else rest > 0 and rest % chunks == 0
+    fits = rest == 0 if stages == 0 else rest > 0 and rest % stages == 0
     if fits and all(n is None or n > 0 for n in ends):
         return
     per_stage = -(-num_layers // pp)

@@ -32,7 +32,6 @@ def transformer_config(
     cp: int = 1,
     ep: int = 1,
     etp: int = 1,
-    vpp: int | None = None,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
     decoder_first_pipeline_num_layers: int | None = None,
@@ -42,36 +41,52 @@ def transformer_config(
     recompute_num_layers: int | None = None,
     recompute_modules: Sequence[str] | None = None,
     transformer_impl: str = "auto",
-    calculate_per_token_loss: bool = True,
-    perform_initialization: bool = True,
     **overrides: Any,
 ):  # type: ignore[no-untyped-def]
     """Megatron's TransformerConfig for the model and its parallel layout.
 
-    ep, etp: expert-parallel size, and tensor-parallel size inside an expert (independent of `tp`).
-    vpp: number of model chunks per pipeline stage (interleaved schedule). `perform_initialization=False` leaves
-    parameters uninitialised, for a checkpoint that overwrites them all. `overrides` are further TransformerConfig
-    fields (`params_dtype`, `fp32_residual_connection`, ...). All dropouts are 0.
-    Raises ValueError for a model or layout that cannot be built.
+    ep, etp: expert-parallel size, and tensor-parallel size inside an expert (independent of `tp`). `overrides` are
+    further TransformerConfig fields: `perform_initialization=False` leaves parameters uninitialised, for a checkpoint
+    that overwrites them all. All dropouts are 0, and gradients are summed, not averaged, over micro-batches and
+    replicas. Raises ValueError for a model or layout that cannot be built.
     """
     install_cpu_compat()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    first, last = decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers
     check_model(model)
     check_tensor_parallel(model, tp)
     check_expert_parallel(model, ep, etp)
-    num_layers = required(model, "num_layers")
-    check_pipeline(
-        num_layers, pp, vpp=vpp, first=decoder_first_pipeline_num_layers, last=decoder_last_pipeline_num_layers
-    )
+    check_pipeline(required(model, "num_layers"), pp, first=first, last=last)
     impl = resolve_transformer_impl(transformer_impl)
     if sequence_parallel and tp == 1:
         sequence_parallel = False  # there is nothing to share out, and Megatron refuses the combination
     if model.num_experts is not None and tp > 1 and not sequence_parallel:
         raise ValueError(f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: add it")
-    on_gpu = torch.cuda.is_available()
-    fields: dict[str, Any] = dict(
-        num_layers=num_layers,
+    layout = dict(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        sequence_parallel=sequence_parallel,
+        variable_seq_lengths=pp > 1,  # packed micro-batches differ in length
+        batch_p2p_sync=False,  # the host need not wait for what stages send; it was for races in an old torch
+        moe_token_dispatcher_type="alltoall",  # the default is refused beside the line above, even without experts
+        recompute_granularity=recompute_granularity,
+        recompute_method=recompute_method,
+        recompute_num_layers=recompute_num_layers,
+        recompute_modules=list(recompute_modules) if recompute_modules else None,
+    )
+    fields: dict[str, Any] = _model_fields(model) | layout | _computing_fields(dtype, impl)
+    if model.num_experts is not None:
+        fields |= _expert_fields(model, ep=ep, etp=etp, grouped=impl == "transformer_engine")
+    return TransformerConfig(**{**fields, **overrides})
+
+
+def _model_fields(model: ModelArgs) -> dict[str, Any]:
+    return dict(
+        num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -86,27 +101,20 @@ def transformer_config(
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        virtual_pipeline_model_parallel_size=vpp,
-        num_layers_in_first_pipeline_stage=decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=decoder_last_pipeline_num_layers,
-        sequence_parallel=sequence_parallel,
-        variable_seq_lengths=pp > 1,  # packed micro-batches differ in length
-        batch_p2p_sync=False,  # the host need not wait for what stages send; it was for races in an old torch
-        moe_token_dispatcher_type="alltoall",  # the default is refused beside the line above, even without experts
+    )
+
+
+def _computing_fields(dtype: torch.dtype, impl: str) -> dict[str, Any]:
+    """Types and kernels."""
+    on_gpu = torch.cuda.is_available()
+    return dict(
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=False,
         attention_softmax_in_fp32=True,
-        recompute_granularity=recompute_granularity,
-        recompute_method=recompute_method,
-        recompute_num_layers=recompute_num_layers,
-        recompute_modules=list(recompute_modules) if recompute_modules else None,
-        calculate_per_token_loss=calculate_per_token_loss,
-        perform_initialization=perform_initialization,
+        # Token weights hold the denominator, so Megatron must sum micro-batches and replicas.
+        calculate_per_token_loss=True,
         # Every tensor-parallel layout then starts from the same weights.
         use_cpu_initialization=not on_gpu,
         masked_softmax_fusion=False,
@@ -115,9 +123,6 @@ def transformer_config(
         persist_layer_norm=impl == "transformer_engine",
         gradient_accumulation_fusion=False,
     )
-    if model.num_experts is not None:
-        fields |= _expert_fields(model, ep=ep, etp=etp, grouped=impl == "transformer_engine")
-    return TransformerConfig(**{**fields, **overrides})
 
 
 def _expert_fields(model: ModelArgs, *, ep: int, etp: int, grouped: bool) -> dict[str, Any]:

@@ -94,8 +94,6 @@ class ModelRole(ABC):
                 recompute_num_layers=config.recompute_num_layers,
                 recompute_modules=config.recompute_modules,
                 transformer_impl=config.transformer_impl,
-                # Token weights hold the denominator, so Megatron must sum micro-batches and replicas, not average.
-                calculate_per_token_loss=True,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error

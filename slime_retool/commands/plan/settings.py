@@ -95,7 +95,7 @@ def _layouts(config: Config) -> Iterator[Setting]:
 
 
 def _pipelines(config: Config, size: int) -> list[Setting]:
-    """Ways to have `size` stages, alike but for the last, which is no longer than they are where layers divide so."""
+    """Ways to have `size` stages, alike but for the last: no longer than the others where layers divide so."""
     layers = required(config, "num_layers")
     if size == 1:
         return [_pipeline(config, size, layers)]
