@@ -21,16 +21,11 @@ class TrainedModel:
 
 
 def trained_models(config: Config) -> list[TrainedModel]:
-    """The first one is the policy."""
+    """The first one is the policy; the others have no output layer, be it tied or not."""
+    policy, *others = config.roles
     apart = len(config.trainer_groups) > 1
-    # A model without logits has no output layer at all, so that layer's weights are not its own ones either.
-    tied = config.untie_embeddings_and_output_weights
+    alike = {"untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights}
     return [
-        TrainedModel(
-            role.name,
-            replace(role.config, untie_embeddings_and_output_weights=tied),
-            has_logits=index == 0,
-            apart=apart and index > 0,
-        )
-        for index, role in enumerate(config.roles)
+        TrainedModel(policy.name, config, has_logits=True, apart=False),
+        *(TrainedModel(role.name, replace(role.config, **alike), has_logits=False, apart=apart) for role in others),
     ]
