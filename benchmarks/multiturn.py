@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.results import write_result
 from benchmarks.scripted_turns import ScriptedFormat, TurnCounts, around, run_scripted, turn_lengths
 from benchmarks.shapes import ROOT, prepare
-from slime_retool.config import Config, parse_config, resolve_device
+from slime_retool.config import Config, parse_config, resolve
 from slime_retool.protocols import GenerationEngine
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.tool_use import Tool, ToolCall, ToolRegistry
@@ -198,9 +198,7 @@ def engine_config(args: argparse.Namespace, work: Path, checkpoint: Path) -> Con
     flags += ["--sglang-server-concurrency", str(args.concurrency), "--no-progress", *args.flags]
     if args.device == "cpu" and "--sglang-max-total-tokens" not in args.flags:
         flags += ["--sglang-max-total-tokens", str(args.concurrency * longest)]
-    config = parse_config(flags)
-    resolve_device(config)
-    return config
+    return resolve(parse_config(flags))
 
 
 def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def predict(case: Case, card: Card) -> tuple[float, float]:
     steps = [make_samples(case, config.vocab_size, seed=SEED + WARMUP + index) for index in range(STEPS)]
     samples = [sample for step in steps for sample in step]
     whole = Workload.from_lengths([s.length for s in samples], sum(s.num_loss_tokens for s in samples))
-    config.rollout_batch_size = round(len(samples) / STEPS)
+    config = replace(config, rollout_batch_size=round(len(samples) / STEPS))
     workload = replace(whole, samples=config.rollout_batch_size)
     memory = trainer_memory(config, workload)
     return memory.allocated / GIB, train_seconds(config, card, workload)

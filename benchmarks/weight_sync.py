@@ -81,7 +81,7 @@ def make_config(args: argparse.Namespace, flags: list[str]) -> Any:
         "--max-tokens-per-gpu", 1024, "--no-progress", "--offload-train", "--offload-rollout",
         "--distributed-timeout-minutes", 3, *(GPU_FLAGS if cuda else []), *args.flags,
     ]  # fmt: skip
-    return parse_config([str(word) for word in words], "weight_sync")
+    return parse_config([str(word) for word in words])
 
 
 def build_trainer(config: Any) -> Any:

@@ -15,41 +15,41 @@ from functools import cache
 from megatron_bridge.flags import flag
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelArgs:
     """Model architecture (compared with the checkpoint's config.json)."""
 
-    num_layers: int | None = flag(None, help="Number of transformer layers.")
-    hidden_size: int | None = flag(None, help="Width of the residual stream.")
-    ffn_hidden_size: int | None = flag(None, help="Width of the MLP's inner layer.")
-    num_attention_heads: int | None = flag(None, help="Number of query heads.")
+    num_layers: int | None = flag(None, min=1, help="Number of transformer layers.")
+    hidden_size: int | None = flag(None, min=1, help="Width of the residual stream.")
+    ffn_hidden_size: int | None = flag(None, min=1, help="Width of the MLP's inner layer.")
+    num_attention_heads: int | None = flag(None, min=1, help="Number of query heads.")
     group_query_attention: bool = flag(False, help="Share each key/value head among several query heads.")
-    num_query_groups: int | None = flag(None, help="Number of key/value heads (with --group-query-attention).")
-    kv_channels: int | None = flag(None, help="Width of one head; hidden size / heads when not given.")
-    vocab_size: int | None = flag(None, help="Vocabulary size in the checkpoint, before padding.")
+    num_query_groups: int | None = flag(None, min=1, help="Number of key/value heads (with --group-query-attention).")
+    kv_channels: int | None = flag(None, min=1, help="Width of one head; hidden size / heads when not given.")
+    vocab_size: int | None = flag(None, min=1, help="Vocabulary size in the checkpoint, before padding.")
     make_vocab_size_divisible_by: int = flag(
-        128, help="The vocabulary is padded to a multiple of this times the tensor-parallel size."
+        128, min=1, help="The vocabulary is padded to a multiple of this times the tensor-parallel size."
     )
-    max_position_embeddings: int | None = flag(None, help="Longest context; config.json's value when not given.")
+    max_position_embeddings: int | None = flag(None, min=1, help="Longest context; config.json's value when not given.")
     swiglu: bool = flag(False, help="Gated MLP with SiLU.")
     disable_bias_linear: bool = flag(False, help="No biases in linear layers.")
     add_qkv_bias: bool = flag(False, help="Biases in the query/key/value projection only (Qwen2, Qwen2.5).")
     qk_layernorm: bool = flag(False, help="RMSNorm of each query and key head (Qwen3).")
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), help="Kind of normalisation.")
-    norm_epsilon: float = flag(1e-5, help="Epsilon of the normalisation layers.")
+    norm_epsilon: float = flag(1e-5, above=0, help="Epsilon of the normalisation layers.")
     use_rotary_position_embeddings: bool = flag(False, help="Rotary position embeddings.")
-    rotary_base: int = flag(10000, help="Base period of the rotary embeddings (rope_theta).")
-    rotary_percent: float = flag(1.0, help="Share of each head that is rotated.")
+    rotary_base: int = flag(10000, min=1, help="Base period of the rotary embeddings (rope_theta).")
+    rotary_percent: float = flag(1.0, above=0, help="Share of each head that is rotated.")
     use_rope_scaling: bool = flag(False, help="Llama 3 frequency scaling of the rotary embeddings.")
     rope_scaling_factor: float = flag(
-        8.0, aliases=("--rotary-scaling-factor",), help="Factor of the Llama 3 rotary scaling."
+        8.0, above=0, aliases=("--rotary-scaling-factor",), help="Factor of the Llama 3 rotary scaling."
     )
     untie_embeddings_and_output_weights: bool = flag(
         False, help="The output layer has a matrix of its own (tie_word_embeddings is false)."
     )
     num_experts: int | None = flag(None, help="Experts of a mixture-of-experts layer; without it all MLPs are dense.")
     moe_router_topk: int | None = flag(None, help="Experts that each token is sent to.")
-    moe_ffn_hidden_size: int | None = flag(None, help="Width of an expert's inner layer.")
+    moe_ffn_hidden_size: int | None = flag(None, min=1, help="Width of an expert's inner layer.")
     moe_router_pre_softmax: bool = flag(
         False, help="Weight experts by the softmax over all of them, not over the chosen (norm_topk_prob is false)."
     )

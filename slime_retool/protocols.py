@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Protocol
 
 from slime_retool.errors import ConfigError
@@ -89,22 +90,25 @@ class ChatEngine(Protocol):
         ...
 
 
+def load_module(path: str, flag: str = "path") -> ModuleType:
+    """Import the module of what `path` names. Raises ConfigError, naming `flag`, when it does not exist."""
+    name = path.rpartition(".")[0]
+    if not name or name.startswith("."):
+        raise ConfigError(f"{flag} must be a dotted path such as package.module.function, got {path!r}")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{flag} {path!r}: cannot import {name!r} ({error}); is its folder on PYTHONPATH?") from error
+
+
 def load_object(path: str, flag: str, kind: str = "name") -> Any:
     """Import the `kind` of thing that `path` names.
 
     Raises ConfigError, naming `flag`, when the module or the attribute does not exist.
     """
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name or module_name.startswith("."):
-        raise ConfigError(f"{flag} must be a dotted path such as package.module.function, got {path!r}")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{flag} {path!r}: cannot import {module_name!r} ({error}); is its folder on PYTHONPATH?"
-        ) from error
+    module, attribute = load_module(path, flag), path.rpartition(".")[2]
     if attribute not in module.__dict__:
-        raise ConfigError(f"{flag} {path!r}: module {module_name!r} has no {kind} {attribute!r}")
+        raise ConfigError(f"{flag} {path!r}: module {module.__name__!r} has no {kind} {attribute!r}")
     return module.__dict__[attribute]
 
 
@@ -112,5 +116,5 @@ def load_function(path: str, flag: str = "path") -> Callable[..., Any]:
     """`load_object` of a function. Raises ConfigError for what cannot be called, too."""
     function = load_object(path, flag, "function")
     if not callable(function):
-        raise ConfigError(f"{flag} {path!r} is a {type(function).__name__} and no function")
+        raise ConfigError(f"{flag} {path!r} is a {type(function).__name__} and not a function")
     return function

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import exists, prune
-from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.printable import print_command_line, wandb_settings
 from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: Sequence[str] | None) -> int:
-    config = parse_config(argv)
-    resolve_device(config)
+    config = resolve(parse_config(argv))
     validate(config)
     with ServerFlagCheck(config) as check:
         if config.dry_run:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +17,10 @@ import pytest
 
 from megatron_bridge import flags
 from slime_retool.cli import main as slime_retool
-from slime_retool.config import Config, parse_config, resolve_device, validate
+from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.groups import RolloutArgs
 from slime_retool.config.printable import flag_lines
-from slime_retool.config.schedule import check_schedule
+from slime_retool.config.schedule import with_num_rollout
 from slime_retool.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,8 +67,7 @@ def argv(args: dict[str, str | None]) -> list[str]:
 
 
 def checked(args: dict[str, str | None]) -> Config:
-    config = parse_config(argv(args))
-    resolve_device(config)
+    config = resolve(parse_config(argv(args)))
     validate(config)
     return config
 
@@ -82,7 +82,7 @@ def test_every_field_of_every_group_is_a_flag_with_help():
     for group in flags.groups_of(Config):
         assert group.__doc__, group
     for field in Config.__dataclass_fields__.values():
-        if field.name != "sglang_server_flags":
+        if field.name not in ("sglang_server_flags", "hook_args"):
             assert field.metadata["flag"].help.endswith((".", ")")), field.name
 
 
@@ -122,7 +122,7 @@ def test_weights_travel_by_what_the_engines_can_take(run_args):
 def test_processes_in_other_working_folders_get_absolute_paths(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = parse_config(["--hf-checkpoint", "hf", "--save", "../save", "--prompt-data", "a.jsonl"])
-    away = config.with_absolute_paths()
+    away = config.for_actors()
     assert (away.hf_checkpoint, away.load) == (str(tmp_path / "hf"), None)
     assert away.save == str(tmp_path.parent / "save") and away.output_dir == str(tmp_path / "outputs" / "run")
 
@@ -135,6 +135,41 @@ def test_to_flags_rebuilds_the_configuration(run_args):
 def test_group_titles_come_from_the_docstrings():
     assert RolloutArgs in flags.groups_of(Config)
     assert RolloutArgs.__doc__.splitlines()[0].startswith("Rollout")
+
+
+OUT_OF_BOUNDS = """
+    --actor-num-nodes 0                 --actor-num-gpus-per-node -1         --rollout-num-gpus 0
+    --rollout-num-gpus-per-engine 0     --update-weight-buffer-size 0        --distributed-timeout-minutes 0
+    --tensor-model-parallel-size 0      --pipeline-model-parallel-size 0     --context-parallel-size 0
+    --expert-model-parallel-size 0      --expert-tensor-parallel-size 0      --save-interval 0
+    --save-keep 0                       --rollout-max-prompt-len 0           --num-rollout -1
+    --num-epoch 0                       --rollout-batch-size 0               --n-samples-per-prompt 0
+    --max-sampling-rounds 0             --reward-timeout 0                   --rollout-max-response-len 0
+    --rollout-max-context-len 0         --rollout-temperature 0              --rollout-top-p 0
+    --rollout-top-p 1.1                 --rollout-top-k 0                    --rollout-top-k -2
+    --rollout-request-timeout 0         --rollout-request-retries -1         --max-turns 0
+    --max-tool-calls -1                 --max-observation-tokens 0           --sandbox-url h:1
+    --tool-timeout 0                    --tool-memory-mb 0                   --tool-concurrency 0
+    --tool-retries -1                   --eval-interval 0                    --n-samples-per-eval-prompt 0
+    --eval-max-response-len 0           --eval-temperature -1                --eval-top-p 0
+    --eval-top-k 0                      --eval-endpoint-url ftp://h          --eval-endpoint-concurrency 0
+    --lora-alpha 0                      --lr 0                               --lr nan
+    --lr-warmup-iters -1                --lr-warmup-fraction 1               --lr-decay-iters 0
+    --weight-decay -0.1                 --adam-beta1 1                       --adam-beta2 -0.1
+    --adam-eps 0                        --clip-grad -1                       --global-batch-size 0
+    --micro-batch-size 0                --max-tokens-per-gpu 0               --keep-logits-gib nan
+    --recompute-num-layers 0            --optimizer-offload-fraction 0       --optimizer-offload-fraction 1.1
+    --attention-dropout 0.1             --hidden-dropout 0.1                 --sglang-mem-fraction-static 1
+    --sglang-server-concurrency 0       --sglang-startup-timeout 0           --sglang-max-total-tokens 0
+    --rollout-external-urls h:1         --overlong-penalty-factor 0
+""".split()
+"""Values that one flag alone does not allow."""
+
+
+@pytest.mark.parametrize(("flag", "value"), list(zip(OUT_OF_BOUNDS[::2], OUT_OF_BOUNDS[1::2], strict=True)))
+def test_values_out_of_bounds_are_refused_with_the_rule_and_the_value(flag: str, value: str, run_args):
+    with pytest.raises(ConfigError, match=rf"^{flag} must be .+, got {value}(\.0)?$"):
+        checked(run_args | {flag: value})
 
 
 BAD = {
@@ -172,7 +207,7 @@ BAD = {
     ),
     "an external engine without a scheme": (
         {"--rollout-external-urls": "10.0.0.2:30000"},
-        "--rollout-external-urls takes addresses like http://HOST:PORT, got 10.0.0.2:30000",
+        "--rollout-external-urls must be an address like http://HOST:PORT, got 10.0.0.2:30000",
     ),
     "an external engine named twice": (
         {"--rollout-external-urls": "http://h:1 http://h:1"},
@@ -215,11 +250,11 @@ BAD = {
     "an empty schedule": ({"--lr-decay-iters": "0"}, "--lr-decay-iters must be at least 1, got 0"),
     "growing weights": ({"--weight-decay": "-0.1"}, "--weight-decay must be at least 0, got -0.1"),
     "chunks without layers": ({"--recompute-num-layers": "0"}, "--recompute-num-layers must be at least 1, got 0"),
-    "output in a file": ({"--output-dir": f"{__file__}/run"}, f"{__file__} is no folder; name another place"),
-    "checkpoints in a file": ({"--save": __file__}, f"--save {__file__}: {__file__} is no folder"),
+    "output in a file": ({"--output-dir": f"{__file__}/run"}, f"{__file__} is not a folder; name another place"),
+    "checkpoints in a file": ({"--save": __file__}, f"--save {__file__}: {__file__} is not a folder"),
     "a critic in a file": (
         {"--advantage-estimator": "ppo", "--critic-save": f"{__file__}/c"},
-        f"--critic-save {__file__}/c: {__file__} is no folder",
+        f"--critic-save {__file__}/c: {__file__} is not a folder",
     ),
     "a hook by a file's path": ({"--custom-rm-path": "./my_task.reward"}, "--custom-rm-path must be a dotted path"),
     "missing prompt data": ({"--prompt-data": "/nowhere/x.jsonl"}, "no such file: /nowhere/x.jsonl"),
@@ -232,7 +267,7 @@ BAD = {
     "temperature zero": ({"--rollout-temperature": "0"}, "above 0"),
     "odd evaluation sets": ({"--eval-prompt-data": "aime"}, "pairs NAME FILE"),
     "missing evaluation file": ({"--eval-prompt-data": "aime /nowhere/a.jsonl"}, "no such file: /nowhere/a.jsonl"),
-    "evaluation without a set": ({"--eval-interval": "2"}, "--eval-interval needs --eval-prompt-data"),
+    "evaluation without a set": ({"--eval-interval": "2"}, "--eval-interval has no effect without --eval-prompt-data"),
     "dynamic batches without a size": ({"--use-dynamic-batch-size": None}, "--max-tokens-per-gpu"),
     "a group of one": ({"--n-samples-per-prompt": "1"}, "at least 2"),
     "KL weight without KL": ({"--kl-loss-coef": "0.1"}, "--use-kl-loss"),
@@ -261,7 +296,7 @@ BAD = {
     ),
     "a limit of tokens that nothing packs to": (
         {"--max-tokens-per-gpu": "4096"},
-        "--max-tokens-per-gpu 4096 has no effect without --use-dynamic-batch-size; add it or drop the limit",
+        "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size; add it or drop --max-tokens-per-gpu",
     ),
     "importance limits upside down": ({"--use-tis": None, "--tis-clip-low": "3"}, "below --tis-clip 2.0, got 3.0"),
     "distillation without a teacher": ({"--distill-coef": "1"}, "--teacher-url and --distill-coef go together"),
@@ -269,7 +304,7 @@ BAD = {
         {"--distill-coef": "1", "--teacher-url": "http://127.0.0.1:9", "--rollout-temperature": "0.7"},
         "--rollout-temperature must be 1, got 0.7",
     ),
-    "adapters without a rank": ({"--lora-alpha": "8"}, "only --lora-rank makes"),
+    "adapters without a rank": ({"--lora-alpha": "8"}, "--lora-alpha has no effect without --lora-rank"),
     "adapters of rank 0": ({"--lora-rank": "0"}, "--lora-rank must be between 1 and the hidden size 64, got 0"),
     "adapters that count nothing": ({"--lora-rank": "4", "--lora-alpha": "0"}, "--lora-alpha must be above 0"),
     "two adapters on one layer": (
@@ -306,8 +341,8 @@ BAD = {
     "a hook without a dot": ({"--custom-rm-path": "reward"}, "dotted path"),
     "saving nowhere": ({"--save-interval": "3"}, "--save DIR"),
     "keeping none": ({"--save": "/tmp/a", "--save-keep": "0"}, "--save-keep must be at least 1, got 0"),
-    "keeping what is not saved": ({"--save-keep": "2"}, "--save-keep needs --save DIR"),
-    "SFT without its rollout": ({"--loss-type": "sft_loss"}, "sft_rollout"),
+    "keeping what is not saved": ({"--save-keep": "2"}, "--save-keep has no effect without --save DIR"),
+    "SFT of groups": ({"--loss-type": "sft_loss"}, "--n-samples-per-prompt must be 1, got 4"),
     "context beyond the model": ({"--rollout-max-context-len": "9999"}, "512 positions"),
     "two warm-ups": ({"--lr-warmup-iters": "3", "--lr-warmup-fraction": "0.1"}, "one of --lr-warmup"),
     "a warm-up longer than the run": (
@@ -332,6 +367,30 @@ def test_mistakes_are_refused_in_one_line(case: str, run_args):
         checked(run_args | changes)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_loss_of_sft_alone_makes_a_run_of_sft(run_args):
+    del run_args["--n-samples-per-prompt"]
+    config = checked(run_args | {"--loss-type": "sft_loss"})
+    own = "slime_retool.rollout.sft_rollout.generate_rollout"
+    assert (config.rollout_function_path, config.debug_train_only, config.num_engines) == (own, True, 0)
+    spelled = {"--rollout-function-path": own, "--debug-train-only": None, "--n-samples-per-prompt": "1"}
+    assert checked(run_args | {"--loss-type": "sft_loss"} | spelled) == config == resolve(config)
+    other = {"--rollout-function-path": "slime_retool.rollout.filters.check_reward_nonzero_std"}
+    assert checked(run_args | {"--loss-type": "sft_loss"} | other).rollout_function_path == other.popitem()[1]
+    with pytest.raises(ConfigError, match="--loss-type sft_loss .*--debug-rollout-only"):
+        checked(run_args | {"--loss-type": "sft_loss", "--debug-rollout-only": None})
+
+
+def test_resolving_and_checking_leave_a_configuration_as_it_is(run_args):
+    given = parse_config(argv(run_args | {"--device": "auto", "--advantage-estimator": "ppo", "--save": "/tmp/x"}))
+    before = repr(given)
+    resolved = resolve(given)
+    after = repr(resolved)
+    validate(resolved)
+    assert (repr(given), repr(resolved)) == (before, after) and resolve(resolved) == resolved != given
+    with pytest.raises(FrozenInstanceError):
+        resolved.lr = 1.0
 
 
 def test_adapters_need_the_frozen_weights_and_have_twice_their_rank_as_alpha(run_args):
@@ -371,11 +430,9 @@ def test_a_schedule_over_epochs_is_checked_once_their_length_is_known(run_args):
     args = {**run_args, "--num-epoch": "3", "--lr-decay-style": "cosine", "--lr-warmup-iters": "9"}
     del args["--num-rollout"]
     config = checked(args)
-    config.num_rollout = 10
-    check_schedule(config)
-    config.num_rollout = 9
+    assert with_num_rollout(config, 13).num_rollout == 10  # 3 epochs, 4 rows a rollout
     with pytest.raises(ConfigError, match="schedule of 9"):
-        check_schedule(config)
+        with_num_rollout(config, 12)
 
 
 def test_sampling_from_a_cut_distribution_is_warned_about(run_args, caplog):
@@ -422,7 +479,7 @@ def test_help_is_grouped_and_complete():
         title = group.__doc__.strip().splitlines()[0].rstrip(".")
         assert f"\n{title}:" in text
     for field in Config.__dataclass_fields__.values():
-        if field.name != "sglang_server_flags":
+        if field.name not in ("sglang_server_flags", "hook_args"):
             assert re.search(rf"{re.escape(flags.option_name(field.name))}\b", text), field.name
 
 
@@ -456,8 +513,7 @@ def test_a_gpu_that_the_environment_hides_is_not_used(visible: str | None, run_a
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    config = parse_config(argv(run_args | {"--device": "auto"}))
-    resolve_device(config)
+    config = resolve(parse_config(argv(run_args | {"--device": "auto"})))
     assert config.device == ("cpu" if visible in ("", "-1", "-1,0") else "cuda")
 
 
@@ -528,7 +584,7 @@ def test_help_of_a_command_shows_how_that_command_is_called(command: str, capsys
         ("--micro-batch-size 0", "--micro-batch-size must be at least 1, got 0"),
         ("--n-samples-per-prompt 0", "--n-samples-per-prompt must be at least 1, got 0"),
         ("--mean-response -5", "--mean-response must be at least 1, got -5"),
-        ("--sglang-mem-fraction-static 2", "--sglang-mem-fraction-static must be between 0 and 1, got 2.0"),
+        ("--sglang-mem-fraction-static 2", "--sglang-mem-fraction-static must be above 0 and below 1, got 2.0"),
     ],
 )
 def test_a_plan_refuses_what_the_run_would(wrong: str, expected: str, run_args, capsys):

@@ -17,7 +17,7 @@ from sglang_utils import engine_config
 from trainer_utils import make_trainer
 
 from slime_retool.cluster.cluster import Cluster
-from slime_retool.config import Config, validate
+from slime_retool.config import Config, resolve, validate
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import RolloutError, WeightUpdateError
@@ -43,11 +43,12 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
         "rollout_request_retries": 0, "check_weight_update_equal": True,
     }  # fmt: skip
     config: Config = engine_config(model / "hf", **values)
+    config = resolve(config)
     validate(config)
     with pretend_hosts(Host(), Host(address="127.0.0.2")) as (address, _):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with Cluster(config) as cluster:
-            assert cluster.trainers.start(1) == (0, {})
+            assert cluster.trainers.start(2) == (0, {})
             urls = cluster.engines.start()
             assert urlsplit(urls[1]).hostname == "127.0.0.2"
             assert urlsplit(urls[0]).hostname not in ("127.0.0.1", "127.0.0.2")
@@ -125,9 +126,10 @@ def test_a_critic_with_processes_of_its_own_trains_beside_the_actor_and_resumes(
     def run() -> list[dict[str, float]]:
         folder = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save")}
         config: Config = engine_config(model / "hf", **values, **folder, critic_num_gpus_per_node=2)
+        config = resolve(config)
         validate(config)
         with Cluster(config) as cluster:
-            first, extra = cluster.trainers.start(1)
+            first, extra = cluster.trainers.start(2)
             assert extra == ({"seen": first} if first else {})
             figures = [cluster.trainers.train(RolloutBatch(samples), first + i) for i in range(2 - first)]
             log_probs = cluster.trainers.log_probs(samples)
@@ -137,6 +139,7 @@ def test_a_critic_with_processes_of_its_own_trains_beside_the_actor_and_resumes(
 
     apart = run()
     config: Config = engine_config(model / "hf", **values)
+    config = resolve(config)
     validate(config)
     [together] = run_distributed(train_twice, 1, config, samples)
     for got, want in zip(apart, together, strict=True):

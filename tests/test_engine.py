@@ -211,7 +211,7 @@ def test_a_rollout_and_an_evaluation_through_the_manager(running: Running, tmp_p
     )  # fmt: skip
     with RolloutManager(config) as manager:
         manager.connect(running.router)
-        assert manager.num_rows == 5
+        assert manager.data.num_rows == 5
         batch = manager.generate(0)
         assert len(batch.samples) == 4 and {s.reward for s in batch.samples} == {0.0, 1.0}
         assert batch.metrics["rollout/engine_requests"] == 4

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from rollout_hooks import scripted_context
 
 from slime_retool.commands.eval import _as_evaluation, table
 from slime_retool.commands.eval import main as eval_main
-from slime_retool.config import Config
+from slime_retool.config import Config, flag
 from slime_retool.config.validate import check_batches
 from slime_retool.engine.server import kv_tokens
 from slime_retool.errors import ConfigError, EngineError
@@ -25,6 +26,14 @@ from slime_retool.rollout.evaluate import evaluate
 from slime_retool.rollout.statistics import majority_at_k, pass_at_k
 from slime_retool.tool_use import LoopBudgets, Tool, ToolRegistry, run_chat_loop
 from slime_retool.types import Sample, SampleStatus
+
+
+@dataclass(frozen=True)
+class HookArgs:
+    """A hook's flags."""
+
+    bonus: float = flag(1.0, help="Added to the score.")
+
 
 PARAMS = {"temperature": 0.5, "top_p": 1.0, "max_new_tokens": 100}
 
@@ -113,6 +122,7 @@ async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
     others = [
         ({"eval_temperature": 0.3}, sets, "sampling"),
         ({"rm_type": "math_verify"}, sets, "scoring"),
+        ({"hook_args": (HookArgs(bonus=2.0),)}, sets, "hooks"),
         ({"rollout_max_context_len": 8}, sets, "context_len"),
         ({}, {"one": [Sample(prompt="cd")]}, "data"),
         ({}, {"one": [Sample(prompt="ab", label="5")]}, "data"),
@@ -320,7 +330,7 @@ ENDPOINT = ("--eval-endpoint-url", "http://127.0.0.1:1/v1", "--eval-endpoint-mod
     ("flags", "message"),
     [
         ([], "--eval-prompt-data NAME FILE is required"),
-        (["--eval-prompt-data", "a", "FILE", "--eval-endpoint-url", "ftp://x"], "must start with http"),
+        (["--eval-prompt-data", "a", "FILE", "--eval-endpoint-url", "ftp://x"], "must be an address like http:"),
         (["--eval-prompt-data", "a", "FILE", "--eval-endpoint-url", "http://x/v1"], "needs --eval-endpoint-model"),
         (["--eval-prompt-data", "a", "FILE", *ENDPOINT, "--input-key", "question"], "row 1: no column 'question'"),
     ],

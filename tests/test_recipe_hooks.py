@@ -11,7 +11,7 @@ from tool_helpers import ScriptedEngine, call_text, encode, tokenizer
 
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError, ToolUnavailable
-from slime_retool.protocols import load_function
+from slime_retool.protocols import load_function, load_module
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.sandbox import Result, Status
 from slime_retool.sandbox.host import client as sandbox_client
@@ -100,8 +100,10 @@ def test_wrong_answers_are_shaped_by_rounds_of_tool_use_and_accuracy_is_not() ->
 def test_the_recipes_reward_follows_rm_type_shaping_and_format_flags() -> None:
     hook = load_function("generate_with_retool.reward_func")
 
-    def score(sample: Sample, **options: Any) -> dict[str, Any]:
-        return asyncio.run(hook(Config(**options), sample))
+    hook_args = load_module("generate_with_retool.reward_func").HookArgs
+
+    def score(sample: Sample, *, rm_type: str = "dapo", **own: Any) -> dict[str, Any]:
+        return asyncio.run(hook(Config(rm_type=rm_type, hook_args=(hook_args(**own),)), sample))
 
     spelled = Sample("", label="34", response="It is \\boxed{034}.", num_turns=1)
     assert not score(spelled)["acc"] and score(spelled, rm_type="math_verify")["acc"]

@@ -106,10 +106,12 @@ def run(
 ) -> int:
     """Exit code of a run whose flags SGLang answers with `status`."""
     folder = start.go.parent
-    config = engine_config(folder, folder, num_rollout=1, eval_prompt_data=["set", "set.jsonl"], **values)
-    config.sglang_server_flags = {"--answer": [str(start.go), str(status)]}
+    answer = {"--answer": [str(start.go), str(status)]}
+    sets = ["set", "set.jsonl"]
+    config = engine_config(folder, folder, num_rollout=1, eval_prompt_data=sets, sglang_server_flags=answer, **values)
     for module in (train, evaluation):
         monkeypatch.setattr(module, "parse_config", lambda *_: config)
+        monkeypatch.setattr(module, "resolve", lambda config: config)
         monkeypatch.setattr(module, "validate", lambda _: None)
     monkeypatch.setattr(evaluation, "validate_evaluation", lambda _: None)
     return main([])

@@ -13,16 +13,30 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from tool_sandbox import make_tools
 
-from slime_retool.config import Config
+from slime_retool.config import Config, flag
 from slime_retool.errors import ConfigError
 from slime_retool.reward import compute_score, conversation_messages, format_score, shape_tool_use
 from slime_retool.rollout.context import current_context
 from slime_retool.tool_use import LoopBudgets, ToolRegistry, make_format, run_chat_loop, run_tool_loop
 from slime_retool.types import Sample
+
+
+@dataclass(frozen=True)
+class HookArgs:
+    """ReTool's reward_func."""
+
+    shape_tool_use: str = flag(
+        "turns",
+        choices=("turns", "calls", "none"),
+        help="What earns a wrong answer a smaller penalty: rounds of tool use, or executed calls.",
+    )
+    format_penalty: float = flag(0.0, help="Taken off the score of a response that is not well-formed.")
+
 
 MakeTools = Callable[[Config], AbstractAsyncContextManager[ToolRegistry]]
 
@@ -75,7 +89,8 @@ async def reward_func(args: Config, sample: Sample, **kwargs: Any) -> dict[str, 
         result = compute_score(sample.response, sample.label)
     else:
         result = await asyncio.to_thread(compute_score, sample.response, sample.label, args.rm_type)
-    result["score"] = shape_tool_use(result["score"], conversation_messages(sample, args.shape_tool_use))
-    if args.format_penalty:
-        result["score"] -= args.format_penalty * (1 - format_score(sample.response))
+    own = args.hook(HookArgs)
+    result["score"] = shape_tool_use(result["score"], conversation_messages(sample, own.shape_tool_use))
+    if own.format_penalty:
+        result["score"] -= own.format_penalty * (1 - format_score(sample.response))
     return result

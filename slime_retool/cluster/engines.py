@@ -41,7 +41,7 @@ class Engines:
         assert not self._starting
         if self._config.rollout_external_urls:
             return
-        config = self._config.with_absolute_paths()
+        config = self._config.for_actors()
         logger.info("starting %d SGLang engine(s), whose logs are in %s/logs", config.num_engines, config.output_dir)
         shipped = ray.put(config)
         for index, slots in enumerate(self._slots):

@@ -20,7 +20,7 @@ def check_files(config: Config, placement: Placement) -> None:
     """Refuse (ConfigError) a run on several hosts one of which lacks a checkpoint, or another's checkpoints to come."""
     if not placement.several_hosts:
         return
-    config = config.with_absolute_paths()
+    config = config.for_actors()
     assert config.hf_checkpoint is not None
     model = [("--hf-checkpoint", config.hf_checkpoint)]
     trained = [(flag, path) for flag, path in config.load_folders.items() if os.path.exists(path)]

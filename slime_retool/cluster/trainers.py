@@ -23,7 +23,7 @@ class TrainerGroup:
         """Make the actors; `start` comes next. `roles`: see `trainer.core.ROLES`."""
         assert len(slots) == config.world_size
         environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
-        shipped = ray.put(config.with_absolute_paths())
+        shipped = ray.put(config.for_actors())
         self.actors = [
             TrainerActor.options(**slot.options(environment)).remote(
                 shipped, rank, roles=roles, several_hosts=several_hosts

@@ -34,7 +34,7 @@ merged into the weights that they were trained on, or with --peft written alone,
 """
 
 
-@dataclass
+@dataclass(frozen=True)
 class ToMegatronArgs(ModelArgs):
     """Conversion."""
 
@@ -49,7 +49,7 @@ class ToMegatronArgs(ModelArgs):
     decoder_last_pipeline_num_layers: int | None = flag(None, help="Layers of the last stage; only checked.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ToHfArgs:
     """Conversion."""
 

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from slime_retool.config import Config, parse_config, resolve_device, validate
-from slime_retool.config.config import build_parser
+from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.groups import EvalArgs, SglangArgs, ToolArgs
+from slime_retool.config.parse import build_parser
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
@@ -35,7 +35,7 @@ READ = {
     *("hf_checkpoint", "device", "rollout_num_gpus", "rollout_num_gpus_per_engine", "ray_address", "seed"),
     *("input_key", "label_key", "tool_key", "metadata_key", "apply_chat_template"),
     *("custom_generate_function_path", "custom_rm_path", "rm_type", "reward_timeout", "reward_key"),
-    *("shape_tool_use", "format_penalty", "rollout_max_response_len", "rollout_max_context_len"),
+    *("rollout_max_response_len", "rollout_max_context_len"),
     *("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids"),
     *("rollout_request_timeout", "rollout_request_retries", "output_dir", "no_progress"),
 } - {"eval_interval", "skip_eval_before_train"}
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(config: Config) -> int:
     validate_evaluation(config)
     if config.eval_endpoint_url is None:
-        resolve_device(config)
+        config = resolve(config)
         validate(config)
     os.makedirs(config.output_dir, exist_ok=True)
     metrics = _from_endpoint(config) if config.eval_endpoint_url is not None else _from_checkpoint(config)

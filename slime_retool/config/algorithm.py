@@ -8,13 +8,11 @@ import logging
 from megatron_bridge.flags import option_name
 from slime_retool.algo.algorithms import SFT_LOSS, names_where
 from slime_retool.config.config import Config
-from slime_retool.config.groups import CriticArgs
+from slime_retool.config.groups import SFT_ROLLOUT, CriticArgs
 from slime_retool.config.parallel import check_world_size
 from slime_retool.config.require import require
 
 logger = logging.getLogger(__name__)
-
-SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
 
 
 def check_algorithm(config: Config) -> None:
@@ -39,10 +37,8 @@ def check_algorithm(config: Config) -> None:
 def _check_supervised(config: Config) -> None:
     loss = f"--loss-type {config.loss_type}"
     require(
-        config.rollout_function_path == SFT_ROLLOUT or config.debug_train_only,
-        f"{loss} trains on conversations: add --rollout-function-path {SFT_ROLLOUT}",
+        config.debug_train_only, f"{loss} trains on conversations and generates nothing: drop --debug-rollout-only"
     )
-    require(config.debug_train_only, f"{loss} needs no engines: add --debug-train-only")
     require(
         config.n_samples_per_prompt == 1,
         f"{loss} takes each row once: --n-samples-per-prompt must be 1, got {config.n_samples_per_prompt}",

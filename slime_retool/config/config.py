@@ -1,12 +1,10 @@
-"""The flat, typed configuration object and its command line."""
+"""The flat, typed, frozen configuration object."""
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from megatron_bridge import flags
@@ -17,14 +15,17 @@ from slime_retool.algo.algorithms import Algorithm, Loss, LossTerm, active_terms
 from slime_retool.config import groups
 from slime_retool.config.data_sets import DataSet, parse_data_sets
 
+H = TypeVar("H")
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(
     groups.DebugArgs,
     groups.TrackingArgs,
     groups.SglangArgs,
+    groups.SlimeArgs,
     groups.PerfArgs,
     groups.BatchArgs,
     groups.OptimizerArgs,
@@ -40,21 +41,37 @@ class Config(
     ModelArgs,
     groups.ClusterArgs,
 ):
-    """All options of a run. Hooks receive it as `args`."""
+    """All options of a run: given (`parse_config`), completed (`resolve`), checked (`validate`). Hooks' `args`."""
 
     sglang_server_flags: dict[str, list[str]] = field(default_factory=dict)
     """Flags for `sglang.launch_server` that are not declared here, e.g. {"--attention-backend": ["triton"]}."""
+    hook_args: tuple[Any, ...] = ()
+    """What the flags hold that the hooks' modules declare, one object per `HookArgs` class; read by `hook`."""
 
-    def with_absolute_paths(self) -> Config:
-        """The same for processes that start in another working folder."""
+    def hook(self, cls: type[H]) -> H:
+        """A hook's own flags: `args.hook(HookArgs).my_flag`. Defaults where no hook's path named the module, and so
+        none of its flags can have been given."""
+        for args in self.hook_args:
+            if type(args) is cls:
+                return args
+        return cls()
+
+    @property
+    def model_args(self) -> ModelArgs:
+        """The description of the model alone."""
+        return ModelArgs(**{f.name: self.__dict__[f.name] for f in fields(ModelArgs)})
+
+    def for_actors(self) -> Config:
+        """The same for trainers and engines, which start in another working folder and may not find the hooks."""
         given = {name: self.__dict__[name] for name in flags.names_of(Config, metavar="DIR")}
-        return replace(self, **{name: os.path.abspath(path) for name, path in given.items() if path is not None})
+        paths = {name: os.path.abspath(path) for name, path in given.items() if path is not None}
+        return replace(self, hook_args=(), **paths)
 
     # Derived sizes; `validate` has checked that they divide.
 
     @property
     def on_cuda(self) -> bool:
-        """`device` is resolved by `validate`; before that "auto" counts as the CPU."""
+        """`device` is settled by `resolve`; before that "auto" counts as the CPU."""
         return self.device == "cuda"
 
     @property
@@ -202,6 +219,17 @@ class Config(
         assert self.rollout_batch_size is not None
         return self.rollout_batch_size * self.n_samples_per_prompt
 
+    def response_limit(self, prompt_length: int, most: int | None = None) -> int:
+        """Tokens that a response may have, observations included: `most` (default: --rollout-max-response-len), or what
+        its prompt leaves of --rollout-max-context-len where that is less."""
+        most = self.rollout_max_response_len if most is None else most
+        context = self.rollout_max_context_len
+        return most if context is None else min(most, context - prompt_length)
+
+    def fits_context(self, length: int) -> bool:
+        """Whether --rollout-max-context-len lets prompt and response have so many tokens together."""
+        return self.rollout_max_context_len is None or length <= self.rollout_max_context_len
+
     @property
     def steps_per_rollout(self) -> int:
         """Optimizer steps per rollout."""
@@ -220,7 +248,7 @@ class Config(
     def prompt_sets(self) -> list[DataSet]:
         """The data sets of `--prompt-data`. Raises ConfigError for values that do not go together."""
         values = self.prompt_data
-        return parse_data_sets([values] if isinstance(values, str) else values)  # a hook may set a single path
+        return parse_data_sets([values] if isinstance(values, str) else values)
 
     @property
     def weight_transport(self) -> str:
@@ -274,48 +302,5 @@ class Role:
         return self.config.checkpoint_bytes(value_head=self.name == "critic")
 
 
-class _TrainParser(flags.OneLineParser):
-    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:
-        """Like argparse's, but collects undeclared --sglang-* flags for the servers."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        server: dict[str, list[str]] = {}
-        current: list[str] | None = None
-        for token in unknown:
-            if token.startswith("--sglang-"):
-                name, equals, value = token.partition("=")
-                current = [value] if equals else []
-                server["--" + name.removeprefix("--sglang-")] = current
-            elif token.startswith("--") or current is None:
-                self.error(flags.unknown_flag_message(self, token))
-            else:
-                current.append(token)
-        parsed.sglang_server_flags = server
-        return parsed
-
-
-def build_parser(
-    prog: str = "slime_retool.train",
-    *,
-    usage: str = "python -m slime_retool.train --hf-checkpoint DIR --prompt-data FILE [--FLAG VALUE ...]",
-    description: str = "Teach a language model to reason with tools: SFT and RL on Megatron-core and SGLang.",
-    shown: Container[str] | None = None,
-) -> _TrainParser:
-    """The parser behind `python -m slime_retool.train --help`, and of the commands that take its flags.
-
-    It takes all of them; --help tells of the fields in `shown` (None: of all).
-    """
-    parser = _TrainParser(prog=prog, usage=usage, description=description)
-    flags.add_flags(parser, Config, shown)
-    return parser
-
-
-def parse_config(argv: Sequence[str] | None = None, parser: _TrainParser | None = None) -> Config:
-    """Parse flags into a `Config`; exits with code 2 and one line on a mistake. Values are checked by `validate`."""
-    return config_from_namespace((parser or build_parser()).parse_args(argv))
-
-
-def config_from_namespace(parsed: argparse.Namespace) -> Config:
-    """The `Config` in what `build_parser(...).parse_args` returned."""
-    config = flags.from_namespace(Config, parsed)
-    config.sglang_server_flags = parsed.sglang_server_flags
-    return config
+HOOK_PATHS = tuple(flags.names_of(Config, metavar="MODULE.FUNCTION"))
+"""Fields that name a hook."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from megatron_bridge.model_config import nearest_divisor
 from slime_retool.config.config import Config
 from slime_retool.config.require import require
@@ -15,10 +13,7 @@ def check_engines(config: Config) -> None:
     if config.debug_train_only:
         return
     per_engine = config.rollout_num_gpus_per_engine
-    require(per_engine >= 1, f"--rollout-num-gpus-per-engine must be at least 1, got {per_engine}")
-    given = config.rollout_num_gpus
-    require(given is None or given >= 1, f"--rollout-num-gpus must be at least 1, got {given}")
-    total = given or (config.world_size if config.colocate else per_engine)
+    total = config.rollout_num_gpus or (config.world_size if config.colocate else per_engine)
     if total % per_engine:
         raise ConfigError(
             f"--rollout-num-gpus-per-engine {per_engine} does not divide the {total} GPUs used for generation; "
@@ -26,24 +21,7 @@ def check_engines(config: Config) -> None:
         )
     transport = config.weight_transport
     if config.colocate:
-        require(
-            not config.rollout_external_urls,
-            "--colocate starts engines on the trainer's GPUs; it cannot be combined with --rollout-external-urls",
-        )
-        require(
-            total <= config.world_size,
-            f"--colocate: {total} GPUs for generation (--rollout-num-gpus) are more than the {config.world_size} "
-            "training GPUs they share",
-        )
-        require(
-            config.actor_num_nodes == 1 or config.actor_num_gpus_per_node % per_engine == 0,
-            f"--colocate: an engine of --rollout-num-gpus-per-engine {per_engine} would span hosts of "
-            f"--actor-num-gpus-per-node {config.actor_num_gpus_per_node}; use a size that divides it",
-        )
-        require(
-            transport != "broadcast" or not config.on_cuda,
-            "--update-weight-transport broadcast cannot join two processes of one GPU; with --colocate use ipc or disk",
-        )
+        _check_colocated(config, total)
     else:
         require(transport != "ipc", "--update-weight-transport ipc needs --colocate; engines elsewhere take broadcast")
     require(
@@ -57,21 +35,33 @@ def check_engines(config: Config) -> None:
         "--check-weight-update-equal reads the weights of dense models in engines that the run starts; drop it with "
         "--rollout-external-urls or experts",
     )
-    size = config.update_weight_buffer_size
-    require(size >= 1, f"--update-weight-buffer-size must be at least 1 byte, got {size}")
-    fraction = config.sglang_mem_fraction_static
+
+
+def _check_colocated(config: Config, total: int) -> None:
+    """Engines of `total` GPUs in all fit on those of the trainer."""
     require(
-        fraction is None or 0 < fraction < 1, f"--sglang-mem-fraction-static must be between 0 and 1, got {fraction}"
+        not config.rollout_external_urls,
+        "--colocate starts engines on the trainer's GPUs; it cannot be combined with --rollout-external-urls",
+    )
+    require(
+        total <= config.world_size,
+        f"--colocate: {total} GPUs for generation (--rollout-num-gpus) are more than the {config.world_size} "
+        "training GPUs they share",
+    )
+    per_engine, per_host = config.rollout_num_gpus_per_engine, config.actor_num_gpus_per_node
+    require(
+        config.actor_num_nodes == 1 or per_host % per_engine == 0,
+        f"--colocate: an engine of --rollout-num-gpus-per-engine {per_engine} would span hosts of "
+        f"--actor-num-gpus-per-node {per_host}; use a size that divides it",
+    )
+    require(
+        config.weight_transport != "broadcast" or not config.on_cuda,
+        "--update-weight-transport broadcast cannot join two processes of one GPU; with --colocate use ipc or disk",
     )
 
 
 def _check_external_engines(config: Config) -> None:
     urls = config.rollout_external_urls
-    for url in urls:
-        require(
-            url.startswith(("http://", "https://")) and bool(urlsplit(url).hostname),
-            f"--rollout-external-urls takes addresses like http://HOST:PORT, got {url}",
-        )
     require(len(set(urls)) == len(urls), f"--rollout-external-urls names a server twice: {' '.join(urls)}")
     require(
         not config.engines_elsewhere

@@ -17,22 +17,27 @@ from slime_retool.algo.algorithms import (
     readers_of,
 )
 
+RL_ROLLOUT = "slime_retool.rollout.rl_rollout.generate_rollout"
+SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
 
-@dataclass
+
+@dataclass(frozen=True)
 class ClusterArgs:
     """Cluster: processes and devices."""
 
     device: str = flag(
         "auto", choices=("auto", "cpu", "cuda"), help="Where to compute: cuda when a GPU is visible, else cpu."
     )
-    actor_num_nodes: int = flag(1, help="Hosts used for training, each with --actor-num-gpus-per-node processes.")
+    actor_num_nodes: int = flag(
+        1, min=1, help="Hosts used for training, each with --actor-num-gpus-per-node processes."
+    )
     actor_num_gpus_per_node: int = flag(
-        1, help="Training processes per host, one GPU each (on the CPU: plain processes that talk over gloo)."
+        1, min=1, help="Training processes per host, one GPU each (on the CPU: plain processes that talk over gloo)."
     )
     rollout_num_gpus: int | None = flag(
-        None, help="GPUs used for generation; all training GPUs with --colocate, else one engine's worth."
+        None, min=1, help="GPUs used for generation; all training GPUs with --colocate, else one engine's worth."
     )
-    rollout_num_gpus_per_engine: int = flag(1, help="GPUs (tensor-parallel size) of one SGLang engine.")
+    rollout_num_gpus_per_engine: int = flag(1, min=1, help="GPUs (tensor-parallel size) of one SGLang engine.")
     colocate: bool = flag(False, help="Train and generate on the same devices, in turns.")
     offload_train: bool | None = flag(
         None,
@@ -51,7 +56,7 @@ class ClusterArgs:
         "join no group.",
     )
     update_weight_buffer_size: int = flag(
-        512 * 2**20, help="Bytes of one bucket of a weight update; two are in memory during one."
+        512 * 2**20, min=1, help="Bytes of one bucket of a weight update; two are in memory during one."
     )
     update_weight_disk_dir: str | None = flag(
         None,
@@ -64,27 +69,27 @@ class ClusterArgs:
         help="Join this Ray cluster ('auto' finds a running one; default: RAY_ADDRESS, which `ray job submit` sets); "
         "without either a private one is started and ended.",
     )
-    distributed_timeout_minutes: float = flag(10.0, help="Collective operations that take longer fail.")
+    distributed_timeout_minutes: float = flag(10.0, above=0, help="Collective operations that take longer fail.")
     seed: int = flag(1234, help="Seed of everything random in training.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelArgs:
     """Parallelism of the trainer. World size = data x tensor x pipeline x context."""
 
-    tensor_model_parallel_size: int = flag(1, help="Tensor-parallel size.")
+    tensor_model_parallel_size: int = flag(1, min=1, help="Tensor-parallel size.")
     sequence_parallel: bool = flag(
         False, help="Split norms and residuals over the tensor-parallel ranks (no effect at size 1)."
     )
-    pipeline_model_parallel_size: int = flag(1, help="Pipeline-parallel size.")
+    pipeline_model_parallel_size: int = flag(1, min=1, help="Pipeline-parallel size.")
     decoder_first_pipeline_num_layers: int | None = flag(None, help="Layers on the first pipeline stage.")
     decoder_last_pipeline_num_layers: int | None = flag(None, help="Layers on the last pipeline stage.")
-    context_parallel_size: int = flag(1, help="Context-parallel size.")
-    expert_model_parallel_size: int = flag(1, help="Expert-parallel size (mixture-of-experts models).")
-    expert_tensor_parallel_size: int = flag(1, help="Tensor-parallel size inside an expert.")
+    context_parallel_size: int = flag(1, min=1, help="Context-parallel size.")
+    expert_model_parallel_size: int = flag(1, min=1, help="Expert-parallel size (mixture-of-experts models).")
+    expert_tensor_parallel_size: int = flag(1, min=1, help="Tensor-parallel size inside an expert.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointArgs:
     """Checkpoints."""
 
@@ -98,9 +103,9 @@ class CheckpointArgs:
         None, metavar="DIR", help="torch_dist checkpoint of the reference model, and of a fresh run's first weights."
     )
     save: str | None = flag(None, metavar="DIR", help="Write torch_dist checkpoints here.")
-    save_interval: int | None = flag(None, help="Save every this many rollouts, and at the end.")
+    save_interval: int | None = flag(None, min=1, help="Save every this many rollouts, and at the end.")
     save_keep: int | None = flag(
-        None, help="Keep this many of the newest checkpoints; older ones are deleted once a new one is complete."
+        None, min=1, help="Keep this many of the newest checkpoints; older ones are deleted once a new one is complete."
     )
     save_hf: str | None = flag(
         None, metavar="DIR", help="At the end also write the weights here in Hugging Face's format."
@@ -110,7 +115,7 @@ class CheckpointArgs:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataArgs:
     """Data."""
 
@@ -130,35 +135,45 @@ class DataArgs:
     )
     rollout_shuffle: bool = flag(False, help="Shuffle the rows anew in every epoch.")
     rollout_seed: int = flag(42, help="Seed of the shuffle.")
-    rollout_max_prompt_len: int | None = flag(None, help="Leave out rows whose prompt has more tokens.")
+    rollout_max_prompt_len: int | None = flag(None, min=1, help="Leave out rows whose prompt has more tokens.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class RolloutArgs:
     """Rollout: what is generated, how much, by which functions."""
 
-    num_rollout: int | None = flag(None, help="Rollouts (generate, train, update) in the run.")
-    num_epoch: int | None = flag(None, help="Passes over the data, instead of --num-rollout.")
-    rollout_batch_size: int | None = flag(None, help="Prompts per rollout.")
-    n_samples_per_prompt: int = flag(1, help="Responses per prompt: the group that an advantage is relative to.")
+    num_rollout: int | None = flag(None, min=0, help="Rollouts (generate, train, update) in the run.")
+    num_epoch: int | None = flag(None, min=1, help="Passes over the data, instead of --num-rollout.")
+    rollout_batch_size: int | None = flag(None, min=1, help="Prompts per rollout.")
+    n_samples_per_prompt: int = flag(1, min=1, help="Responses per prompt: the group that an advantage is relative to.")
     over_sampling_batch_size: int | None = flag(
         None, help="Prompts in flight at once when groups may be dropped; at least --rollout-batch-size."
     )
     dynamic_sampling_filter_path: str | None = flag(
         None,
+        metavar="MODULE.FUNCTION",
         help="Function (args, group) -> bool that keeps a group of samples; dropped groups are replaced. DAPO's is "
         "slime_retool.rollout.filters.check_reward_nonzero_std.",
     )
     max_sampling_rounds: int = flag(
-        20, help="With a filter: stop with a clear error after drawing this many times --rollout-batch-size prompts."
+        20,
+        min=1,
+        help="With a filter: stop with a clear error after drawing this many times --rollout-batch-size prompts.",
     )
     rollout_function_path: str = flag(
-        "slime_retool.rollout.rl_rollout.generate_rollout", help="Function that makes one training batch."
+        RL_ROLLOUT,
+        metavar="MODULE.FUNCTION",
+        help="Function that makes one training batch; with --loss-type sft_loss instead of the default "
+        f"{SFT_ROLLOUT}.",
     )
     custom_generate_function_path: str | None = flag(
-        None, help="Hook generate(args, sample, sampling_params); without it one plain turn is generated."
+        None,
+        metavar="MODULE.FUNCTION",
+        help="Hook generate(args, sample, sampling_params); without it one plain turn is generated.",
     )
-    custom_rm_path: str | None = flag(None, help="Hook reward_func(args, sample) -> number or dict.")
+    custom_rm_path: str | None = flag(
+        None, metavar="MODULE.FUNCTION", help="Hook reward_func(args, sample) -> number or dict."
+    )
     rm_type: str = flag(
         "dapo",
         choices=("dapo", "math_verify"),
@@ -166,15 +181,9 @@ class RolloutArgs:
         "the very characters of the ground truth), or by meaning.",
     )
     reward_timeout: float = flag(
-        300.0, help="Seconds the --custom-rm-path hook may run for one sample; beyond that the sample is dropped."
-    )
-    shape_tool_use: str = flag(
-        "turns",
-        choices=("turns", "calls", "none"),
-        help="ReTool's reward_func: what earns a wrong answer a smaller penalty, rounds of tool use or executed calls.",
-    )
-    format_penalty: float = flag(
-        0.0, help="ReTool's reward_func: taken off the score of a response that is not well-formed."
+        300.0,
+        above=0,
+        help="Seconds the --custom-rm-path hook may run for one sample; beyond that the sample is dropped.",
     )
     reward_key: str | None = flag(None, help="Entry of a reward dict that is trained on (default score).")
     overlong_filtering: bool = flag(
@@ -183,20 +192,19 @@ class RolloutArgs:
     overlong_buffer_len: int | None = flag(
         None, help="Soft overlong punishment (DAPO): the reward falls over the last this many tokens of a response."
     )
-    overlong_penalty_factor: float = flag(1.0, help="The most that --overlong-buffer-len takes off a reward.")
-    rollout_max_response_len: int = flag(1024, help="Tokens of one response, observations included.")
-    rollout_max_context_len: int | None = flag(None, help="Tokens of prompt and response together.")
-    rollout_temperature: float = flag(1.0, help="Sampling temperature; must be above 0.")
-    rollout_top_p: float = flag(1.0, help="Nucleus sampling.")
-    rollout_top_k: int = flag(-1, help="Sample among the k likeliest tokens (-1: all).")
+    overlong_penalty_factor: float = flag(1.0, above=0, help="The most that --overlong-buffer-len takes off a reward.")
+    rollout_max_response_len: int = flag(1024, min=1, help="Tokens of one response, observations included.")
+    rollout_max_context_len: int | None = flag(None, min=1, help="Tokens of prompt and response together.")
+    rollout_temperature: float = flag(1.0, above=0, help="Sampling temperature; the trainer divides logits by it.")
+    rollout_top_p: float = flag(1.0, above=0, max=1, help="Nucleus sampling.")
+    rollout_top_k: int = flag(-1, min=1, off=-1, help="Sample among the k likeliest tokens (-1: all).")
     rollout_stop: list[str] = flag([], nargs="*", help="Texts that end a turn.")
     rollout_stop_token_ids: list[int] = flag([], nargs="*", help="Token ids that end a turn.")
-    rollout_request_timeout: float = flag(600.0, help="Seconds an engine may take for one request.")
-    rollout_request_retries: int = flag(3, help="Further tries of a failed engine request.")
-    balance_data: bool = flag(False, help="Even out tokens among data-parallel ranks (always done; kept for scripts).")
+    rollout_request_timeout: float = flag(600.0, above=0, help="Seconds an engine may take for one request.")
+    rollout_request_retries: int = flag(3, min=0, help="Further tries of a failed engine request.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ToolArgs:
     """Tools and sandbox."""
 
@@ -206,9 +214,11 @@ class ToolArgs:
         help="How calls and observations are written (docs/tools.md): JSON calls as in Qwen's chat template, or the "
         "ReTool paper's code and interpreter tags.",
     )
-    max_turns: int = flag(16, help="Assistant turns in one response.")
-    max_tool_calls: int = flag(16, help="Executed tool calls in one response.")
-    max_observation_tokens: int = flag(512, help="Tokens of one observation; the middle is cut, the last line kept.")
+    max_turns: int = flag(16, min=1, help="Assistant turns in one response.")
+    max_tool_calls: int = flag(16, min=0, help="Executed tool calls in one response.")
+    max_observation_tokens: int = flag(
+        512, min=1, help="Tokens of one observation; the middle is cut, the last line kept."
+    )
     sandbox_isolation: str = flag(
         "namespaces",
         choices=("namespaces", "landlock", "none"),
@@ -216,53 +226,54 @@ class ToolArgs:
         "none is no security boundary.",
     )
     sandbox_url: str | None = flag(
-        None, metavar="URL", help="Run code in this SandboxFusion deployment (or `slime-retool sandbox serve`) instead."
+        None, url=True, help="Run code in this SandboxFusion deployment (or `slime-retool sandbox serve`) instead."
     )
     tool_state: str = flag(
         "call",
         choices=("call", "session"),
         help="call: every tool call starts afresh; session: a conversation keeps its variables from call to call.",
     )
-    tool_timeout: float = flag(10.0, help="Seconds one call may run, counted from its start.")
-    tool_memory_mb: int = flag(512, help="Memory one call may use.")
-    tool_concurrency: int = flag(16, help="Calls that run at once.")
-    tool_retries: int = flag(3, help="Further tries when the sandbox itself is down.")
+    tool_timeout: float = flag(10.0, above=0, help="Seconds one call may run, counted from its start.")
+    tool_memory_mb: int = flag(512, min=1, help="Memory one call may use.")
+    tool_concurrency: int = flag(16, min=1, help="Calls that run at once.")
+    tool_retries: int = flag(3, min=0, help="Further tries when the sandbox itself is down.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalArgs:
     """Evaluation."""
 
-    eval_interval: int | None = flag(None, help="Evaluate before training and after every this many rollouts.")
+    eval_interval: int | None = flag(None, min=1, help="Evaluate before training and after every this many rollouts.")
     eval_prompt_data: list[str] = flag(
         [], nargs="+", metavar="NAME FILE", help="Name and file of each evaluation set, in pairs."
     )
     eval_input_key: str | None = flag(None, help="Prompt column of evaluation sets (default: --input-key).")
     eval_label_key: str | None = flag(None, help="Label column of evaluation sets (default: --label-key).")
-    n_samples_per_eval_prompt: int = flag(1, help="Responses per evaluation prompt.")
-    eval_max_response_len: int | None = flag(None, help="As --rollout-max-response-len.")
-    eval_temperature: float | None = flag(None, help="As --rollout-temperature; 0 is greedy.")
-    eval_top_p: float | None = flag(None, help="As --rollout-top-p.")
-    eval_top_k: int | None = flag(None, help="As --rollout-top-k.")
+    n_samples_per_eval_prompt: int = flag(1, min=1, help="Responses per evaluation prompt.")
+    eval_max_response_len: int | None = flag(None, min=1, help="As --rollout-max-response-len.")
+    eval_temperature: float | None = flag(None, min=0, help="As --rollout-temperature; 0 is greedy.")
+    eval_top_p: float | None = flag(None, above=0, max=1, help="As --rollout-top-p.")
+    eval_top_k: int | None = flag(None, min=1, off=-1, help="As --rollout-top-k.")
     skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
     eval_endpoint_url: str | None = flag(
-        None, metavar="URL", help="`slime-retool eval` only: a model behind this OpenAI-compatible API (.../v1)."
+        None, url=True, help="`slime-retool eval` only: a model behind this OpenAI-compatible API (.../v1)."
     )
     eval_endpoint_model: str | None = flag(None, metavar="NAME", help="The endpoint's name of the model.")
     eval_endpoint_key_variable: str = flag(
         "OPENAI_API_KEY", metavar="NAME", help="Environment variable that holds the endpoint's key; unset: no key."
     )
-    eval_endpoint_concurrency: int = flag(32, help="Requests to the endpoint at once.")
+    eval_endpoint_concurrency: int = flag(32, min=1, help="Requests to the endpoint at once.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class AlgoArgs:
     """Loss and advantages."""
 
     loss_type: str = flag(
         next(iter(LOSSES)),
         metavar="NAME",
-        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/algorithms.md).",
+        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/algorithms.md). "
+        "sft_loss starts no engines and takes each conversation once.",
     )
     advantage_estimator: str = flag(
         next(iter(ALGORITHMS)),
@@ -277,7 +288,6 @@ class AlgoArgs:
         help="Whiten advantages over all learned tokens of the rollout (those of "
         f"{names_where(lambda algorithm: algorithm.always_whitens)} always are).",
     )
-    disable_compute_advantages_and_returns: bool = flag(False, help="No advantages (SFT).")
     gamma: float = flag(1.0, help=f"Discount per learned token ({readers_of('gamma')}).")
     lambd: float = flag(1.0, help=f"Lambda of generalised advantage estimation ({readers_of('lambd')}).")
     kl_coef: float = flag(
@@ -331,7 +341,7 @@ class AlgoArgs:
     distill_coef: float = flag(0.0, help="Weight of the distillation term (reverse KL from the teacher) in the loss.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CriticArgs:
     """Critic of an --advantage-estimator that has one."""
 
@@ -353,7 +363,7 @@ class CriticArgs:
     value_clip: float = flag(0.2, help="Keep values this close to their old ones in the critic's loss (0: never).")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraArgs:
     """LoRA: train low-rank adapters of frozen weights (docs/algorithms.md)."""
 
@@ -361,44 +371,46 @@ class LoraArgs:
         None, help="Rank of the adapters of the actor's linear layers; without it all weights are trained."
     )
     lora_alpha: float | None = flag(
-        None, help="An adapter's output counts alpha / rank times (default: twice the rank)."
+        None, above=0, help="An adapter's output counts alpha / rank times (default: twice the rank)."
     )
     lora_target_modules: list[str] = flag(
         list(TARGET_MODULES), nargs="+", choices=tuple(TARGET_MODULES), help="Linear layers that get an adapter."
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerArgs:
     """Optimizer and learning-rate schedule."""
 
     optimizer: str = flag("adam", choices=("adam",), help="Adam with decoupled weight decay.")
-    lr: float = flag(1e-6, help="Peak learning rate.")
+    lr: float = flag(1e-6, above=0, help="Peak learning rate.")
     min_lr: float = flag(0.0, help="Learning rate at the end of the decay.")
     lr_decay_style: str = flag("constant", choices=("constant", "cosine", "linear"), help="Shape of the decay.")
-    lr_decay_iters: int | None = flag(None, help="Optimizer steps of the schedule (default: the whole run).")
-    lr_warmup_iters: int = flag(0, help="Optimizer steps of linear warm-up.")
-    lr_warmup_fraction: float | None = flag(None, help="Warm-up as a share of the schedule's steps.")
-    weight_decay: float = flag(0.0, help="Weight decay (not on norms and biases).")
-    adam_beta1: float = flag(0.9, help="Adam's beta1.")
-    adam_beta2: float = flag(0.98, help="Adam's beta2.")
-    adam_eps: float = flag(1e-8, help="Adam's epsilon.")
-    clip_grad: float = flag(1.0, help="Clip the global gradient norm to this (0: never).")
+    lr_decay_iters: int | None = flag(None, min=1, help="Optimizer steps of the schedule (default: the whole run).")
+    lr_warmup_iters: int = flag(0, min=0, help="Optimizer steps of linear warm-up.")
+    lr_warmup_fraction: float | None = flag(None, min=0, below=1, help="Warm-up as a share of the schedule's steps.")
+    weight_decay: float = flag(0.0, min=0, help="Weight decay (not on norms and biases).")
+    adam_beta1: float = flag(0.9, min=0, below=1, help="Adam's beta1.")
+    adam_beta2: float = flag(0.98, min=0, below=1, help="Adam's beta2.")
+    adam_eps: float = flag(1e-8, above=0, help="Adam's epsilon.")
+    clip_grad: float = flag(1.0, min=0, help="Clip the global gradient norm to this (0: never).")
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchArgs:
     """Batches."""
 
-    global_batch_size: int | None = flag(None, help="Samples per optimizer step (default: all of a rollout, one step).")
-    micro_batch_size: int = flag(1, help="Samples packed into one forward without --use-dynamic-batch-size.")
+    global_batch_size: int | None = flag(
+        None, min=1, help="Samples per optimizer step (default: all of a rollout, one step)."
+    )
+    micro_batch_size: int = flag(1, min=1, help="Samples packed into one forward without --use-dynamic-batch-size.")
     use_dynamic_batch_size: bool = flag(False, help="Pack samples up to --max-tokens-per-gpu.")
     max_tokens_per_gpu: int | None = flag(
-        None, help="Tokens of one packed micro-batch on one GPU (under context parallelism, of its part)."
+        None, min=1, help="Tokens of one packed micro-batch on one GPU (under context parallelism, of its part)."
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class PerfArgs:
     """Precision, kernels and recomputation."""
 
@@ -415,7 +427,7 @@ class PerfArgs:
     use_distributed_optimizer: bool = flag(True, help="Shard optimizer state over data-parallel ranks.")
     recompute_granularity: str = flag("none", choices=("none", "full", "selective"), help="Activation recomputation.")
     recompute_method: str | None = flag(None, choices=("uniform", "block"), help="How layers are chosen for it.")
-    recompute_num_layers: int | None = flag(None, help="Layers per recomputed chunk (uniform) or stage (block).")
+    recompute_num_layers: int | None = flag(None, min=1, help="Layers per recomputed chunk (uniform) or stage (block).")
     recompute_modules: list[str] = flag(
         [],
         nargs="*",
@@ -431,6 +443,7 @@ class PerfArgs:
     )
     keep_logits_gib: float = flag(
         0.0,
+        min=0,
         help="Memory of a micro-batch's logits that are kept for the backward pass (4 bytes for each learned token and "
         "vocabulary entry of a rank); the others are computed again.",
     )
@@ -438,38 +451,48 @@ class PerfArgs:
         False, help="Keep master weights as bf16 and 16 further bits (exact; saves 2 bytes a parameter; needs TE)."
     )
     optimizer_cpu_offload: bool = flag(False, help="Keep optimizer state in host memory and update there.")
-    optimizer_offload_fraction: float = flag(1.0, help="Share of it, with --optimizer-cpu-offload.")
-    attention_dropout: float = flag(0.0, help="Attention dropout (RL needs 0).")
-    hidden_dropout: float = flag(0.0, help="Hidden dropout (RL needs 0).")
+    optimizer_offload_fraction: float = flag(1.0, above=0, max=1, help="Share of it, with --optimizer-cpu-offload.")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Accumulate and reduce gradients in fp32.")
-    attention_softmax_in_fp32: bool = flag(True, help="Attention softmax in fp32.")
 
 
-@dataclass
+@dataclass(frozen=True)
+class SlimeArgs:
+    """Accepted for slime's scripts; they change nothing."""
+
+    balance_data: bool = flag(False, help="Even out tokens among data-parallel ranks (always done).")
+    disable_compute_advantages_and_returns: bool = flag(False, help="No advantages (--loss-type sft_loss has none).")
+    attention_dropout: float = flag(0.0, min=0, max=0, help="With dropout log-probs would not be the policy's.")
+    hidden_dropout: float = flag(0.0, min=0, max=0, help="As --attention-dropout.")
+    attention_softmax_in_fp32: bool = flag(True, help="Attention softmax in fp32 (always done).")
+
+
+@dataclass(frozen=True)
 class SglangArgs:
     """SGLang engines and router. Any other --sglang-FLAG [VALUE] is handed to the servers as --FLAG [VALUE]."""
 
-    sglang_mem_fraction_static: float | None = flag(None, help="Share of device memory for weights and KV cache.")
-    sglang_server_concurrency: int = flag(512, help="Requests in flight per engine.")
-    sglang_startup_timeout: float = flag(600.0, help="Seconds an engine may take to become healthy.")
+    sglang_mem_fraction_static: float | None = flag(
+        None, above=0, below=1, help="Share of device memory for weights and KV cache."
+    )
+    sglang_server_concurrency: int = flag(512, min=1, help="Requests in flight per engine.")
+    sglang_startup_timeout: float = flag(600.0, above=0, help="Seconds an engine may take to become healthy.")
     sglang_gather_prefills: bool = flag(
         True,
         help="On GPUs, engines let requests wait (at most a quarter of a second) until a twelfth as many as are "
         "decoding can be prefilled at once: each prefill interrupts decoding, and every turn brings one.",
     )
     sglang_max_total_tokens: int | None = flag(
-        None, help="Tokens in the KV cache (default on the CPU: what the batch of samples needs)."
+        None, min=1, help="Tokens in the KV cache (default on the CPU: what the batch of samples needs)."
     )
     rollout_external_urls: list[str] = flag(
         [],
         nargs="*",
-        metavar="URL",
+        url=True,
         help="Use these running SGLang servers instead of starting any. Start them with SGLANG_TIMEOUT_KEEP_ALIVE=600: "
         "by default they close connections that were idle for 5 s, and some requests need a second try.",
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackingArgs:
     """Tracking. A JSONL of all metrics is always written to --output-dir."""
 
@@ -490,7 +513,7 @@ class TrackingArgs:
     use_tensorboard: bool = flag(False, help="Write TensorBoard event files to --output-dir.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DebugArgs:
     """Partial runs."""
 

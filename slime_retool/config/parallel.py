@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 
 from megatron_bridge.model_config import (
     check_expert_parallel,
@@ -13,6 +12,7 @@ from megatron_bridge.model_config import (
     required,
 )
 from slime_retool.config.config import Config
+from slime_retool.config.require import as_config_error
 from slime_retool.errors import ConfigError
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -21,17 +21,10 @@ EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 
 def check_parallel(config: Config) -> None:
     """Refuse (ConfigError) what does not divide the model or the run's training processes."""
-    for flag, value in (
-        ("--actor-num-nodes", config.actor_num_nodes),
-        ("--actor-num-gpus-per-node", config.actor_num_gpus_per_node),
-        *_sizes(config).items(),
-    ):
-        if value < 1:
-            raise ConfigError(f"{flag} must be at least 1, got {value}")
     processes = f"({config.actor_num_nodes} nodes x {config.actor_num_gpus_per_node})"
     check_world_size(config, config.world_size, f"{config.world_size} training processes {processes}")
     tp = config.tensor_model_parallel_size
-    try:
+    with as_config_error():
         check_tensor_parallel(config, tp)
         check_expert_parallel(config, config.expert_model_parallel_size, config.expert_tensor_parallel_size)
         check_pipeline(
@@ -40,8 +33,6 @@ def check_parallel(config: Config) -> None:
             first=config.decoder_first_pipeline_num_layers,
             last=config.decoder_last_pipeline_num_layers,
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if config.num_experts is not None and tp > 1 and not config.sequence_parallel:
         raise ConfigError(f"{TP} {tp} with experts needs --sequence-parallel: add it")
 
@@ -54,8 +45,7 @@ def check_world_size(config: Config, world: int, processes: str | None = None) -
     processes = processes or f"{world} processes"
     for flag, size in _sizes(config).items():
         if size > world:
-            nearest = _nearest(size, _divisors(world))
-            raise ConfigError(f"{flag} {size} is more than the {processes}; use at most {nearest}")
+            raise ConfigError(f"{flag} {size} is more than the {processes}; use at most {world}")
     tp, pp, cp, ep, etp = _sizes(config).values()
     if world % (tp * pp * cp):
         names = {"tensor": tp, "pipeline": pp, "context": cp}
@@ -67,7 +57,8 @@ def check_world_size(config: Config, world: int, processes: str | None = None) -
     if world % (etp * ep * pp):
         experts = config.num_experts or 1
         fitting = [size for size in _divisors(experts) if world % (etp * size * pp) == 0]
-        advice = f"{EP} {_nearest(ep, fitting)}" if fitting else f"{ETP} 1 {EP} 1"
+        nearest = min(fitting, key=lambda size: (abs(size - ep), -size), default=None)
+        advice = f"{ETP} 1 {EP} 1" if nearest is None else f"{EP} {nearest}"
         raise ConfigError(
             f"expert-tensor x expert x pipeline parallel size {etp} x {ep} x {pp} = {etp * ep * pp} does not divide "
             f"the {processes}; the nearest that does is {advice}"
@@ -111,8 +102,3 @@ def _nearest_layout(config: Config, world: int) -> str:
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _nearest(size: int, choices: Iterable[int]) -> int:
-    """The choice closest to `size`, the larger of two equally close."""
-    return min(choices, key=lambda choice: (abs(choice - size), -choice))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from typing import Any
 
 from megatron_bridge import flags
@@ -14,16 +13,14 @@ from slime_retool.config.config import Config
 def print_command_line(config: Config, prog: str) -> None:
     """Print the command line that makes `config`, for a shell; on stderr, which secrets it lacks."""
     print(" \\\n  ".join([f"python -m {prog}", *flag_lines(config)]))
-    for name in flags.secrets_of(Config):
-        if vars(config)[name] is not None:
-            print(f"{prog}: {flags.option_name(name)} is a secret and not printed", file=sys.stderr)
+    for name in flags.secrets_in(config, *config.hook_args):
+        print(f"{prog}: {flags.option_name(name)} is a secret and not printed", file=sys.stderr)
 
 
 def flag_lines(config: Config) -> list[str]:
     """The configuration as flags for a shell, one option a line."""
     lines: list[str] = []
-    no_secrets: dict[str, Any] = dict.fromkeys(flags.secrets_of(Config))
-    for token in flags.to_flags(replace(config, **no_secrets)):
+    for token in flags.to_flags(config, *config.hook_args):
         if token.startswith("--"):
             lines.append(token)
         else:
@@ -37,12 +34,12 @@ def wandb_settings(config: Config) -> dict[str, Any] | None:
     """Arguments of `wandb.init`; None without --use-wandb."""
     if not config.use_wandb:
         return None
-    secrets = flags.secrets_of(Config)
+    values = flags.public_values(config, *config.hook_args)
     return {
         "project": config.wandb_project,
         "group": config.wandb_group,
         "name": config.wandb_name,
         "mode": config.wandb_mode,
         "dir": config.output_dir,
-        "config": {name: value for name, value in vars(config).items() if name not in secrets},
+        "config": values | {"sglang_server_flags": config.sglang_server_flags},
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_bridge.flags import public_values
 from slime_retool.config import Config
 from slime_retool.data.source import copy_sample
 from slime_retool.errors import RolloutError
@@ -82,7 +83,8 @@ def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list
         "generate": hooks.generate_path,
         "reward": hooks.reward_path,
         "tools": [config.tool_format, config.max_turns, config.max_tool_calls, config.max_observation_tokens],
-        "scoring": [config.rm_type, config.shape_tool_use, config.format_penalty],
+        "scoring": config.rm_type,
+        "hooks": public_values(*config.hook_args),
         "context_len": config.rollout_max_context_len,
         "prompts": len(samples),
         "data": _digest(samples),

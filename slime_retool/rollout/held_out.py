@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from slime_retool.config import Config
 from slime_retool.errors import DataError
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.sft_rollout import to_train_sample
@@ -29,7 +28,7 @@ def held_out_samples(context: RolloutContext, eval_sets: dict[str, list[Sample]]
                 train_sample = to_train_sample(tokenize, sample)
             except DataError as error:
                 raise DataError(f"held-out set {name!r}, conversation {sample.index + 1}: {error}") from error
-            if _fits(config, train_sample):
+            if config.fits_context(train_sample.length):
                 kept.append(train_sample)
         kept = kept[: len(kept) - len(kept) % config.data_parallel_size]
         if not kept:
@@ -57,7 +56,3 @@ def held_out_figures(name: str, samples: Sequence[TrainSample], log_probs: Seque
         f"eval/{name}/samples": float(len(samples)),
         f"eval/{name}/supervised_tokens": float(len(learned)),
     }
-
-
-def _fits(config: Config, sample: TrainSample) -> bool:
-    return config.rollout_max_context_len is None or sample.length <= config.rollout_max_context_len

@@ -15,15 +15,12 @@ from slime_retool.types import Sample, SampleStatus, TrainSample
 def shaped_reward(config: Config, sample: Sample) -> float:
     """The reward to train on: with `--overlong-buffer-len` less for the last tokens that a response may have.
 
-    The limit is what ends this sample's response: `--rollout-max-response-len`, or what its prompt leaves of
-    `--rollout-max-context-len`. Observations count, as they do there.
+    The limit is what ends this sample's response. Observations count, as they do there.
     """
     reward = sample.reward_value(config.reward_key)
     if config.overlong_buffer_len is None:
         return reward
-    limit = config.rollout_max_response_len
-    if config.rollout_max_context_len is not None:
-        limit = min(limit, config.rollout_max_context_len - sample.prompt_length)
+    limit = config.response_limit(sample.prompt_length)
     return reward + config.overlong_penalty_factor * overlong_penalty(
         sample.response_length, limit, config.overlong_buffer_len
     )

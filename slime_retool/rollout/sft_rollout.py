@@ -30,7 +30,6 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
 def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
     config = context.config
     assert config.rollout_batch_size is not None
-    limit = config.rollout_max_context_len
     tokenize = ConversationTokenizer(config.tool_format, context.tokenizer)
     kept: list[TrainSample] = []
     too_long = refused = drawn = 0
@@ -40,7 +39,8 @@ def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
         if drawn >= config.max_sampling_rounds * config.samples_per_rollout:
             raise DataError(
                 f"{len(kept)} of {drawn} conversations can be trained on, a batch needs {config.samples_per_rollout}: "
-                f"{too_long} have more than --rollout-max-context-len {limit} tokens, {refused} were refused"
+                f"{too_long} have more than --rollout-max-context-len {config.rollout_max_context_len} tokens, "
+                f"{refused} were refused"
                 + (f", the last because {reason}" if reason else "")
             )
         missing = config.samples_per_rollout - len(kept)
@@ -53,11 +53,11 @@ def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
                 refused, reason = refused + 1, str(error)
                 logger.warning("conversation %d left out: %s", sample.index, error)
                 continue
-            if limit is not None and train_sample.length > limit:
-                too_long += 1
-            else:
+            if config.fits_context(train_sample.length):
                 kept.append(train_sample)
                 sources[sample.source] += 1
+            else:
+                too_long += 1
     metrics = {
         "rollout/samples": len(kept),
         "rollout/tokens": sum(sample.length for sample in kept),

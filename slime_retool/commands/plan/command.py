@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 
 from megatron_bridge.arithmetic.cards import CARDS
-from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
+from megatron_bridge.flags import from_namespace
 from megatron_bridge.model_config import ModelArgs, check_model
 from slime_retool.commands.plan.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.commands.plan.plan import check_layout, make_plan
 from slime_retool.commands.plan.report import as_dict, as_text
 from slime_retool.commands.plan.workload import Workload
-from slime_retool.config.config import Config, build_parser, config_from_namespace
+from slime_retool.config import Config, resolve
+from slime_retool.config.parse import build_parser
 from slime_retool.config.require import require
-from slime_retool.config.validate import check_limits
-from slime_retool.errors import run_command
+from slime_retool.config.validate import check_values
+from slime_retool.errors import ConfigError, run_command
 
 PROG = "slime-retool plan"
 
@@ -39,17 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--mean-response", type=int, help="mean tokens of a response (default: half of --rollout-max-response-len)"
     )
     group.add_argument("--json", action="store_true", help="print JSON instead of a page")
-    return run_command(PROG, lambda: _plan(parser.parse_args(argv)), mistakes=ValueError)
+    return run_command(PROG, lambda: _plan(parser.parse(argv)), mistakes=ValueError)
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    config = config_from_namespace(parsed)
+    config = _completed(from_namespace(Config, parsed))
     mean_prompt, mean_response = parsed.mean_prompt, parsed.mean_response
     if mean_response is None:
         mean_response = max(1, config.rollout_max_response_len // 2)
     for flag, mean in (("--mean-prompt", mean_prompt), ("--mean-response", mean_response)):
         require(mean >= 1, f"{flag} must be at least 1, got {mean}")
-    config, card = _completed(config), CARDS[parsed.card]
+    card = CARDS[parsed.card]
     check_layout(config)
     workload = Workload.of_run(config, mean_prompt, mean_response)
     plan = make_plan(config, card, workload)
@@ -62,17 +63,13 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 
 def _completed(config: Config) -> Config:
-    """The run on GPUs, with the model of --hf-checkpoint where no model flags were given.
-
-    ValueError for what cannot be planned.
-    """
-    given = ModelArgs(**{field.name: config.__dict__[field.name] for field in fields(ModelArgs)})
-    if given == ModelArgs():
-        if config.hf_checkpoint is None:
-            raise ValueError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
-        given = model_args_from_hf(read_hf_config(config.hf_checkpoint))
-    config = replace(config, device="cuda", **asdict(given))
-    check_model(config)
-    check_limits(config)
+    """The run on GPUs, with its model. ValueError for what cannot be planned."""
+    check_values(config)
     require(not config.debug_rollout_only, "--debug-rollout-only trains nothing: a plan is of the run without it")
+    if config.model_args != ModelArgs():
+        config = replace(config, hf_checkpoint=None)  # it need not be on this machine
+    elif config.hf_checkpoint is None:
+        raise ConfigError("no model to plan: give the flags of one (scripts/models/*.sh), or --hf-checkpoint DIR")
+    config = resolve(replace(config, device="cuda"))
+    check_model(config)
     return config

@@ -1,0 +1,67 @@
+"""What follows from the flags, the checkpoint and this host, written into a new configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_bridge.hf_config import HfConfig, model_args_from_hf, read_hf_config
+from megatron_bridge.model_config import ModelArgs
+from slime_retool.config.config import Config
+from slime_retool.config.groups import RL_ROLLOUT, SFT_ROLLOUT
+from slime_retool.config.require import as_config_error, require_folder
+from slime_retool.errors import ConfigError
+
+
+def resolve(config: Config) -> Config:
+    """`config` with nothing left open: the device, the model where none was described, and what a loss that learns from
+    given conversations implies. A resolved one stays as it is.
+
+    Raises ConfigError where --hf-checkpoint holds no model that can be read.
+    """
+    settled = _device(config) | _model(config) | _sft(config)
+    return replace(config, **settled)
+
+
+def read_checkpoint(config: Config) -> HfConfig:
+    """config.json of --hf-checkpoint. Raises ConfigError when there is none."""
+    if config.hf_checkpoint is None:
+        raise ConfigError("--hf-checkpoint is required: a Hugging Face checkpoint folder")
+    require_folder(config.hf_checkpoint, "--hf-checkpoint", "config.json")
+    with as_config_error():
+        return read_hf_config(config.hf_checkpoint)
+
+
+def _device(config: Config) -> dict[str, Any]:
+    """Of `--device auto`: cuda when this host shows an NVIDIA device and does not hide it, else cpu.
+
+    `CUDA_VISIBLE_DEVICES` hides all where it is empty or begins with -1.
+    """
+    if config.device != "auto":
+        return {}
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
+    present = any(Path("/dev").glob("nvidia[0-9]*"))
+    return {"device": "cuda" if present and not hidden else "cpu"}
+
+
+def _model(config: Config) -> dict[str, Any]:
+    """Flags of the model, from config.json: all of them where none was given, else its longest context."""
+    if config.hf_checkpoint is None:
+        return {}
+    hf = read_checkpoint(config)
+    if config.model_args == ModelArgs():
+        with as_config_error():
+            return asdict(model_args_from_hf(hf))
+    if config.max_position_embeddings is None:
+        return {"max_position_embeddings": hf.get("max_position_embeddings")}
+    return {}
+
+
+def _sft(config: Config) -> dict[str, Any]:
+    """SFT reads conversations and starts no engine."""
+    if not config.loss.supervised or config.debug_rollout_only:
+        return {}
+    path = SFT_ROLLOUT if config.rollout_function_path == RL_ROLLOUT else config.rollout_function_path
+    return {"debug_train_only": True, "rollout_function_path": path}
