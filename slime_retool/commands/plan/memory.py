@@ -118,12 +118,14 @@ def layers_of_stages(config: Config) -> list[int]:
 
 def trainer_memory(config: Config, workload: Workload) -> TrainerMemory:
     """Bytes on the fullest rank of the first model's processes."""
-    return _fullest([model for model in config.roles if not model.apart], workload)
+    return trainer_memories(config, workload)[0]
 
 
-def memory_apart(config: Config, workload: Workload) -> dict[str, int]:
-    """Bytes on the fullest GPU of each model that has processes of its own, by name."""
-    return {model.name: _fullest([model], workload).total for model in config.roles if model.apart}
+def trainer_memories(config: Config, workload: Workload) -> tuple[TrainerMemory, dict[str, int]]:
+    """(`trainer_memory`, bytes on the fullest GPU of each model that has processes of its own, by name)."""
+    models = config.roles
+    apart = {model.name: _fullest([model], workload).total for model in models if model.apart}
+    return _fullest([model for model in models if not model.apart], workload), apart
 
 
 def _fullest(models: list[Role], workload: Workload) -> TrainerMemory:

@@ -15,9 +15,8 @@ from slime_retool.commands.plan.memory import (
     TrainerMemory,
     engine_memory,
     host_memory,
-    memory_apart,
     micro_batches,
-    trainer_memory,
+    trainer_memories,
 )
 from slime_retool.commands.plan.timing import forward_seconds, train_seconds
 from slime_retool.commands.plan.workload import Workload
@@ -125,10 +124,10 @@ def memory_of_moments(
     config: Config, card: Card, workload: Workload
 ) -> tuple[TrainerMemory, EngineMemory | None, dict[str, int]]:
     """(trainer, engine, bytes on the fullest GPU at each moment)."""
-    trainer = trainer_memory(config, workload)
+    trainer, apart = trainer_memories(config, workload)
     engine = engine_memory(config, card) if config.num_engines else None
     moments = _moments(config, trainer, engine)
-    moments |= {f"training the {name}": held for name, held in memory_apart(config, workload).items()}
+    moments |= {f"training the {name}": held for name, held in apart.items()}
     return trainer, engine, moments
 
 
