@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
+from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
 from slime_retool.protocols import ChatEngine, DataSource, GenerationEngine
 from slime_retool.types import RolloutBatch
@@ -34,6 +36,11 @@ class RolloutContext:
     _resources: dict[str, Any] = field(default_factory=dict)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's. Raises ConfigError when it has none."""
+        return ChatTemplate(self.tokenizer)
+
     async def resource(self, key: str, make: Callable[[Config], AbstractAsyncContextManager[R]]) -> R:
         """The shared resource `key` (a sandbox pool, say), made and entered at its first use."""
         if key not in self._resources:
@@ -51,11 +58,9 @@ class _Entered:
     """A resource that is entered once, however many tasks wait for it."""
 
     def __init__(self, entering: Awaitable[Any]) -> None:
-
         self._task = asyncio.ensure_future(entering)
 
     async def value(self) -> Any:
-
         return await asyncio.shield(self._task)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from slime_retool.config import Config
-from slime_retool.data.rendering import render_prompt
 from slime_retool.errors import RolloutError
 from slime_retool.rollout.context import current_context
 from slime_retool.rollout.sampling import remaining_tokens
@@ -33,7 +32,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
         budgets = LoopBudgets(max_response_tokens=sampling_params["max_new_tokens"])
         return await run_chat_loop(context.chat, ToolRegistry(), sample, sampling_params, budgets, [])
     assert context.engine is not None, "generation needs an engine"
-    prompt = render_prompt(context.tokenizer, sample.prompt, sample.tools)
+    prompt = context.template.prompt_ids(sample.prompt, sample.tools)
     room = remaining_tokens(args, sampling_params, prompt_length=len(prompt))
     if room < 1:
         raise RolloutError(
@@ -41,9 +40,9 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
             f"{args.rollout_max_context_len}; raise it, or leave such prompts out with --rollout-max-prompt-len"
         )
     completion = await context.engine.generate(
-        prompt, {**sampling_params, "max_new_tokens": room}, session=str(sample.index)
+        list(prompt), {**sampling_params, "max_new_tokens": room}, session=str(sample.index)
     )
-    sample.tokens = list(prompt)
+    sample.tokens = prompt
     sample.append(completion.ids, log_probs=completion.log_probs)
     sample.response = context.tokenizer.decode(completion.ids, skip_special_tokens=True)
     sample.weight_versions.append(completion.weight_version)

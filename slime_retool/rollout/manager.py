@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
+from slime_retool.chat import load_tokenizer
 from slime_retool.config import Config
 from slime_retool.config.schedule import with_num_rollout
-from slime_retool.data.rendering import load_tokenizer
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function

@@ -13,7 +13,7 @@ How it ends:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,36 @@ class LoopBudgets:
             left = min(left, self.max_context_tokens - len(sample.tokens))
         return left
 
+    def calls_left(self, sample: Sample) -> int:
+        """Calls of its last turn that may be executed; none when there may be no further turn to show their results."""
+        return 0 if sample.num_turns >= self.max_turns else max(0, self.max_tool_calls - sample.num_tool_calls)
+
+
+async def answer_calls(
+    sample: Sample,
+    calls: Sequence[ToolCall | ToolCallError],
+    registry: ToolRegistry,
+    budgets: LoopBudgets,
+    fit: Callable[[str], str],
+) -> list[str]:
+    """What the model is shown for each call of a turn, in order, cut by `fit`; counts what was executed.
+
+    Calls beyond the sample's budget do not run. Raises ToolUnavailable on an outage.
+    """
+    executed = [call for call in calls if isinstance(call, ToolCall)][: budgets.calls_left(sample)]
+    results = iter(await registry.execute_all(executed))
+    sample.num_tool_calls += len(executed)
+    not_run = f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools."
+    texts = []
+    for call in calls:
+        if isinstance(call, ToolCallError):
+            texts.append(fit(call.message))
+        else:
+            result = next(results, ToolResult(not_run))
+            sample.num_tool_errors += result.is_error
+            texts.append(fit(result.text))
+    return texts
+
 
 async def run_tool_loop(
     engine: GenerationEngine,
@@ -99,8 +129,7 @@ async def run_tool_loop(
                 turn = tool_format.read_turn(sample.tokens[turn_start:])
                 turn_end = len(sample.tokens)
                 if not turn.unfinished:
-                    for call in turn.calls:
-                        sample.num_malformed_calls += isinstance(call, ToolCallError)
+                    sample.num_malformed_calls += sum(isinstance(call, ToolCallError) for call in turn.calls)
                 if not turn.calls and not turn.unfinished:
                     sample.status = SampleStatus.COMPLETED
                 elif not await _answer(sample, turn, tool_format, tools, budgets):
@@ -141,24 +170,14 @@ async def _answer(
     A turn that is unfinished has nothing to answer (its whole calls, if any, are answered when it is finished) and is
     held to the same budgets.
     """
-    calls_left = budgets.max_tool_calls - sample.num_tool_calls
-    if sample.num_turns >= budgets.max_turns or calls_left <= 0:
+    if not budgets.calls_left(sample):
         return False
     observations = []
     if not turn.unfinished:
-        executed = [call for call in turn.calls if isinstance(call, ToolCall)][:calls_left]
-        results = iter(await registry.execute_all(executed))
-        sample.num_tool_calls += len(executed)
-        for call in turn.calls:
-            if isinstance(call, ToolCallError):
-                text = call.message
-            else:
-                result = next(results, None) or ToolResult(
-                    f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools."
-                )
-                sample.num_tool_errors += result.is_error
-                text = result.text
-            observations.append(tool_format.fit_observation(text, budgets.max_observation_tokens))
+        limit = budgets.max_observation_tokens
+        observations = await answer_calls(
+            sample, turn.calls, registry, budgets, lambda text: tool_format.fit_observation(text, limit)
+        )
     ids = tool_format.observation_ids(observations, turn)
     if len(ids) >= budgets.remaining(sample):
         return False
