@@ -12,12 +12,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
-from slime_retool.protocols import ChatEngine, DataSource, GenerationEngine
-from slime_retool.types import RolloutBatch
+from slime_retool.protocols import ChatEngine, GenerationEngine
 
 R = TypeVar("R")
 
@@ -62,12 +61,6 @@ class _Entered:
 
     async def value(self) -> Any:
         return await asyncio.shield(self._task)
-
-
-class RolloutFn(Protocol):
-    """`--rollout-function-path`: make one training batch."""
-
-    def __call__(self, context: RolloutContext, data: DataSource, rollout_id: int) -> Awaitable[RolloutBatch]: ...
 
 
 _current: ContextVar[RolloutContext] = ContextVar("rollout_context")

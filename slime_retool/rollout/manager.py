@@ -16,7 +16,7 @@ from slime_retool.config import Config
 from slime_retool.config.schedule import with_num_rollout
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
-from slime_retool.protocols import load_function
+from slime_retool.protocols import RolloutFn, load_function
 from slime_retool.rollout import evaluate as evaluation
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.collector import settle_garbage_collector
@@ -51,7 +51,7 @@ class RolloutManager:
         self.data = PromptDataSource(config, tokenizer)
         self.config = config = with_num_rollout(config, self.data.num_rows)
         self.eval_sets = load_eval_samples(config)
-        self._rollout = load_function(config.rollout_function_path, "--rollout-function-path")
+        self._rollout: RolloutFn = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:
             Hooks.load(config)
         self._loop = asyncio.new_event_loop()

@@ -16,16 +16,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 from tqdm import tqdm
 
-from slime_retool.config import Config
 from slime_retool.errors import RolloutError
-from slime_retool.protocols import DataSource, load_function
+from slime_retool.protocols import DataSource, FilterFn, load_function
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.dump import dump_samples
 from slime_retool.rollout.figures import sample_figures, source_figures
@@ -36,7 +34,6 @@ from slime_retool.rollout.teacher import add_teacher_log_probs
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 Group = list[Sample]
-FilterFn = Callable[[Config, Group], bool]
 
 
 async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
