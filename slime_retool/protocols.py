@@ -116,11 +116,10 @@ class ChatEngine(Protocol):
         ...
 
 
-def load_function(path: str, flag: str = "path") -> Callable[..., Any]:
-    """Import the function named by `path`.
+def load_object(path: str, flag: str, kind: str = "name") -> Any:
+    """Import the `kind` of thing that `path` names.
 
-    Raises ConfigError, naming `flag`, when the module or the attribute does not exist, is not callable, or cannot be
-    called as `HOOKS` says for this flag.
+    Raises ConfigError, naming `flag`, when the module or the attribute does not exist.
     """
     module_name, _, attribute = path.rpartition(".")
     if not module_name or module_name.startswith("."):
@@ -131,9 +130,16 @@ def load_function(path: str, flag: str = "path") -> Callable[..., Any]:
         raise ConfigError(
             f"{flag} {path!r}: cannot import {module_name!r} ({error}); is its folder on PYTHONPATH?"
         ) from error
-    function = module.__dict__.get(attribute)
+    if attribute not in module.__dict__:
+        raise ConfigError(f"{flag} {path!r}: module {module_name!r} has no {kind} {attribute!r}")
+    return module.__dict__[attribute]
+
+
+def load_function(path: str, flag: str = "path") -> Callable[..., Any]:
+    """`load_object` of a function. Raises ConfigError for what cannot be called, or not as `HOOKS` says for `flag`."""
+    function = load_object(path, flag, "function")
     if not callable(function):
-        raise ConfigError(f"{flag} {path!r}: module {module_name!r} has no function {attribute!r}")
+        raise ConfigError(f"{flag} {path!r} is a {type(function).__name__} and no function")
     if flag in HOOKS:
         _check_signature(function, HOOKS[flag], f"{flag} {path!r}")
     return function

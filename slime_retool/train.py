@@ -174,8 +174,8 @@ class Loop:
         return metrics | timing
 
     def _save(self, rollout_id: int) -> float:
-        """Write a checkpoint, and delete old ones once those of actor and critic are complete: one goes on with the
-        other. Returns the seconds it took."""
+        """Write a checkpoint, and delete old ones once those of all models are complete, which go on together.
+        Returns the seconds it took."""
         config, begin = self._config, time.monotonic()
         self._cluster.trainers.save(rollout_id, {"data": self._rollout.state_dict()})
         if config.save_keep is not None:
@@ -199,7 +199,7 @@ class Loop:
         """Evaluate the weights after `rollout_id` (-1: before any training)."""
         begin = time.monotonic()
         with self._cluster.engines.checked():
-            metrics = self._validate() if self._config.loss_type == "sft_loss" else self._rollout.evaluate(rollout_id)
+            metrics = self._validate() if self._config.loss.supervised else self._rollout.evaluate(rollout_id)
         self._metrics.log(rollout_id, metrics | {"perf/eval_seconds": time.monotonic() - begin})
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(("/accuracy", "/loss"))]
         logger.info("rollout %d: %s", rollout_id, ", ".join(shown))

@@ -140,10 +140,11 @@ class TrainSample:
     tokens: Sequence[int]  # [T] array("i")
     loss_mask: Sequence[int]  # [T] array("b")
     rollout_log_probs: Sequence[float] | None = None  # [T] array("f"), 0.0 where not generated; None in SFT
-    teacher_log_probs: Sequence[float] | None = None  # [T] array("f"): a teacher's, for distillation
     reward: float = 0.0
     index: int = 0
     group_index: int = 0
+    columns: dict[str, Sequence[float]] = field(default_factory=dict)  # [T] array("f") each
+    """What a loss reads beside the above, by name (`algo.algorithms.LossTerm.needs`)."""
 
     def __post_init__(self) -> None:
         self.tokens, self.loss_mask = array("i", self.tokens), array("b", self.loss_mask)
@@ -151,9 +152,8 @@ class TrainSample:
         if self.rollout_log_probs is not None:
             self.rollout_log_probs = array("f", self.rollout_log_probs)
             lengths.append(len(self.rollout_log_probs))
-        if self.teacher_log_probs is not None:
-            self.teacher_log_probs = array("f", self.teacher_log_probs)
-            lengths.append(len(self.teacher_log_probs))
+        self.columns = {name: array("f", values) for name, values in self.columns.items()}
+        lengths += map(len, self.columns.values())
         if len(set(lengths)) != 1 or not self.tokens or self.loss_mask[0]:
             raise ValueError(
                 f"train sample {self.index}: tokens, loss mask and log-probs must have one entry per token and the "

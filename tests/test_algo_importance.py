@@ -9,7 +9,8 @@ import pytest
 import torch
 from algo_reference import Batch, random_batch
 
-from slime_retool.algo.importance import LEVELS, MODES, effective_sample_size, importance_weights, mismatch_metrics
+from slime_retool.algo.algorithms import TIS_LEVELS, TIS_MODES
+from slime_retool.algo.importance import effective_sample_size, importance_weights, mismatch_metrics
 from slime_retool.algo.segments import Segments
 
 
@@ -26,8 +27,8 @@ def kish(weights: list[float]) -> float:
     return math.fsum(weights) ** 2 / (len(weights) * squares) if squares else 0.0
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", TIS_LEVELS)
+@pytest.mark.parametrize("mode", TIS_MODES)
 @pytest.mark.parametrize(("low", "high"), [(0.0, 2.0), (0.5, 1.5)])
 def test_weights_and_figures_equal_plain_loops(level: str, mode: str, low: float, high: float) -> None:
     for seed in range(25):
@@ -66,8 +67,8 @@ def test_weights_and_figures_equal_plain_loops(level: str, mode: str, low: float
         )
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", TIS_LEVELS)
+@pytest.mark.parametrize("mode", TIS_MODES)
 def test_equal_log_probs_give_weights_of_exactly_one(level: str, mode: str) -> None:
     batch = random_batch(5)
     same = batch.flat("old")
@@ -89,7 +90,7 @@ def test_long_samples_neither_overflow_nor_turn_into_nan() -> None:
     segments = Segments.of([[0, *[1] * 3000]])
     for sign in (1.0, -1.0):
         train, rollout = torch.full((3001,), sign), torch.zeros(3001)
-        for mode in MODES:
+        for mode in TIS_MODES:
             weights, metrics = importance_weights(segments, train, rollout, level="sequence", mode=mode, low=0.1)
             assert torch.isfinite(weights).all() and all(math.isfinite(v) for v in metrics.values())
         assert all(math.isfinite(v) for v in mismatch_metrics(segments, train, rollout).values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import loss_calls
 import pytest
 import torch
 from dist_utils import run_distributed
@@ -11,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_utils import run_in_interpreter
 
 from slime_retool.algo import log_probs as module
-from slime_retool.algo import losses
 from slime_retool.algo.log_probs import linear_log_probs
 
 T, H, V, PADDED, TEMPERATURE = 14, 6, 37, 40, 0.7
@@ -113,7 +113,7 @@ def test_nan_at_positions_the_loss_does_not_read_reaches_nothing(positions: list
         hidden, weight, torch.tensor([1, 2, 3]), vocab_size=8, with_entropy=True,
         positions=None if positions is None else torch.tensor(positions, dtype=torch.int64),
     )  # fmt: skip
-    loss = losses.sft_loss(log_probs, weights)[0] - 0.1 * losses.entropy_bonus(entropy, weights)[0]
+    loss = loss_calls.sft_loss(log_probs, weights)[0] - 0.1 * loss_calls.entropy_bonus(entropy, weights)[0]
     loss.backward()
     assert hidden.grad is not None and weight.grad is not None
     assert torch.isfinite(loss) and torch.isfinite(weight.grad).all() and torch.isfinite(hidden.grad).all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import loss_calls
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_retool.algo import losses
-from slime_retool.algo.advantages import compute_advantages
+from slime_retool.algo.advantages import AdvantageInputs, compute_advantages
+from slime_retool.algo.algorithms import ALGORITHMS
 from slime_retool.algo.segments import Segments
 
 Loss = Callable[[Tensor], tuple[Tensor, losses.Metrics]]
@@ -83,7 +85,7 @@ def test_ppo(batch: Batch, low: float, high: float | None, c: float | None, toke
 
     metrics = check(
         batch, "log_probs",
-        lambda x: losses.policy_loss(
+        lambda x: loss_calls.policy_loss(
             x, batch.flat("old"), batch.flat("advantages"), tensor(weights),
             eps_clip=low, eps_clip_high=high, eps_clip_c=c,
         ),
@@ -123,7 +125,7 @@ def test_gspo_with_one_advantage_per_sample_is_the_clipped_sequence_ratio(
     sample_of, counts = local_sample_of(batch)
     check(
         batch, "log_probs",
-        lambda x: losses.policy_loss(
+        lambda x: loss_calls.policy_loss(
             x, batch.flat("old"), batch.flat("advantages"), tensor(weights), kind="gspo",
             eps_clip=low, eps_clip_high=high, sample_of=sample_of, token_counts=counts,
         ),
@@ -148,7 +150,7 @@ def test_gspo_with_token_advantages_moves_each_token_by_its_own(batch: Batch) ->
     sample_of, counts = local_sample_of(batch)
     check(
         batch, "log_probs",
-        lambda x: losses.policy_loss(
+        lambda x: loss_calls.policy_loss(
             x, batch.flat("old"), batch.flat("advantages"), tensor(weights), kind="gspo", eps_clip=0.3,
             sample_of=sample_of, token_counts=counts,
         ),
@@ -170,7 +172,7 @@ def test_cispo(batch: Batch, low: float, high: float | None) -> None:
 
     check(
         batch, "log_probs",
-        lambda x: losses.policy_loss(
+        lambda x: loss_calls.policy_loss(
             x, batch.flat("old"), batch.flat("advantages"), tensor(weights), kind="cispo",
             eps_clip=low, eps_clip_high=high,
         ),
@@ -183,7 +185,7 @@ def test_kl_loss(batch: Batch, kind: str) -> None:
     weights = batch.weights(per_token=False)
     check(
         batch, "log_probs",
-        lambda x: losses.kl_loss(x, batch.flat("ref"), tensor(weights), kind),
+        lambda x: loss_calls.kl_loss(x, batch.flat("ref"), tensor(weights), kind),
         lambda new: per_token(
             batch, weights, lambda i, t: kl_value(kind, new[i][t], batch.fields["ref"][i][t])
         ),
@@ -203,7 +205,7 @@ def test_value_loss(batch: Batch, clip: float | None) -> None:
 
     metrics = check(
         batch, "values",
-        lambda x: losses.value_loss(
+        lambda x: loss_calls.value_loss(
             x, batch.flat("old_values"), batch.flat("returns"), tensor(weights), value_clip=clip
         ),
         lambda v: per_token(
@@ -220,15 +222,15 @@ def test_value_loss(batch: Batch, clip: float | None) -> None:
 def test_sft_entropy_and_distillation(batch: Batch) -> None:
     weights, ref = batch.weights(per_token=True), batch.fields["ref"]
     check(
-        batch, "log_probs", lambda x: losses.sft_loss(x, tensor(weights)),
+        batch, "log_probs", lambda x: loss_calls.sft_loss(x, tensor(weights)),
         lambda new: -per_token(batch, weights, lambda i, t: new[i][t]),
     )  # fmt: skip
     check(
-        batch, "log_probs", lambda x: losses.entropy_bonus(x, tensor(weights)),
+        batch, "log_probs", lambda x: loss_calls.entropy_bonus(x, tensor(weights)),
         lambda new: per_token(batch, weights, lambda i, t: new[i][t]),
     )  # fmt: skip
     metrics = check(
-        batch, "log_probs", lambda x: losses.distillation_loss(x, batch.flat("ref"), tensor(weights)),
+        batch, "log_probs", lambda x: loss_calls.distillation_loss(x, batch.flat("ref"), tensor(weights)),
         lambda new: per_token(batch, weights, lambda i, t: 0.5 * (new[i][t] - ref[i][t]) ** 2),
     )  # fmt: skip
     want = per_token(batch, weights, lambda i, t: batch.fields["log_probs"][i][t] - ref[i][t])
@@ -248,23 +250,23 @@ def test_distillation_as_loss_and_as_advantage_have_one_gradient_in_expectation(
 
     p = logits.softmax(0)  # every token once, weighted by how often the student samples it
     want = gradient(lambda log_p: (log_p.exp() * (log_p - teacher)).sum())
-    as_loss = gradient(lambda log_p: losses.distillation_loss(log_p, teacher, p)[0])
-    as_advantage = gradient(lambda log_p: losses.policy_loss(log_p, log_p.detach(), teacher - log_p.detach(), p)[0])
+    as_loss = gradient(lambda log_p: loss_calls.distillation_loss(log_p, teacher, p)[0])
+    as_advantage = gradient(lambda log_p: loss_calls.policy_loss(log_p, log_p.detach(), teacher - log_p.detach(), p)[0])
     assert torch.allclose(as_loss, want, atol=1e-12) and torch.allclose(as_advantage, want, atol=1e-12)
 
 
 ALL_LOSSES: dict[str, Callable[[Tensor, Batch, Tensor], Tensor]] = {
-    "ppo": lambda x, b, w: losses.policy_loss(x, b.flat("old"), b.flat("advantages"), w, eps_clip_c=3.0)[0],
-    "gspo": lambda x, b, w: losses.policy_loss(
+    "ppo": lambda x, b, w: loss_calls.policy_loss(x, b.flat("old"), b.flat("advantages"), w, eps_clip_c=3.0)[0],
+    "gspo": lambda x, b, w: loss_calls.policy_loss(
         x, b.flat("old"), b.flat("advantages"), w, kind="gspo",
         sample_of=local_sample_of(b)[0], token_counts=local_sample_of(b)[1],
     )[0],
-    "cispo": lambda x, b, w: losses.policy_loss(x, b.flat("old"), b.flat("advantages"), w, kind="cispo")[0],
-    "k3": lambda x, b, w: losses.kl_loss(x, b.flat("ref"), w, "k3")[0],
-    "value": lambda x, b, w: losses.value_loss(x, b.flat("old_values"), b.flat("returns"), w, value_clip=0.2)[0],
-    "sft": lambda x, b, w: losses.sft_loss(x, w)[0],
-    "entropy": lambda x, b, w: losses.entropy_bonus(x, w)[0],
-    "distillation": lambda x, b, w: losses.distillation_loss(x, b.flat("ref"), w)[0],
+    "cispo": lambda x, b, w: loss_calls.policy_loss(x, b.flat("old"), b.flat("advantages"), w, kind="cispo")[0],
+    "k3": lambda x, b, w: loss_calls.kl_loss(x, b.flat("ref"), w, "k3")[0],
+    "value": lambda x, b, w: loss_calls.value_loss(x, b.flat("old_values"), b.flat("returns"), w, value_clip=0.2)[0],
+    "sft": lambda x, b, w: loss_calls.sft_loss(x, w)[0],
+    "entropy": lambda x, b, w: loss_calls.entropy_bonus(x, w)[0],
+    "distillation": lambda x, b, w: loss_calls.distillation_loss(x, b.flat("ref"), w)[0],
 }  # fmt: skip
 
 
@@ -305,17 +307,11 @@ def test_a_batch_without_learned_tokens_has_loss_and_gradient_zero(name: str) ->
 def test_a_far_off_policy_token_of_advantage_zero_stays_harmless() -> None:
     x = torch.tensor([0.0, -1.0], requires_grad=True)
     for kind in ("ppo", "cispo"):
-        loss, _ = losses.policy_loss(
+        loss, _ = loss_calls.policy_loss(
             x, torch.tensor([-2000.0, -1.0]), torch.tensor([0.0, 1.0]), torch.full((2,), 0.5), kind=kind
         )
         (gradient,) = torch.autograd.grad(loss, x)
         assert torch.isfinite(loss) and gradient.tolist() == [0.0, -0.5]
-
-
-def test_an_unknown_policy_loss_is_refused() -> None:
-    one = torch.ones(1)
-    with pytest.raises(ValueError, match="ppo, gspo, cispo"):
-        losses.policy_loss(one, one, one, one, kind="trpo")
 
 
 # Samples split over context-parallel ranks
@@ -326,10 +322,11 @@ def _gspo_share(rank: int, world_size: int, seed: int) -> tuple[float, Tensor]:
     batch = random_batch(seed)
     segments = batch.segments
     if rank == 0:
-        compute_advantages("reinforce_plus_plus", segments, torch.tensor(batch.rewards), torch.tensor(batch.groups))
+        inputs = AdvantageInputs(segments, torch.tensor(batch.rewards), torch.tensor(batch.groups))
+        compute_advantages(ALGORITHMS["reinforce_plus_plus"], inputs)
     share = slice(rank, None, world_size)
     x = batch.flat("log_probs")[share].clone().requires_grad_()
-    loss, _ = losses.policy_loss(
+    loss, _ = loss_calls.policy_loss(
         x, batch.flat("old")[share], batch.flat("advantages")[share],
         tensor(batch.weights(per_token=False))[share], kind="gspo", sample_of=segments.sample_of[share],
         token_counts=segments.counts, cp_group=torch.distributed.group.WORLD if world_size > 1 else None,
@@ -368,4 +365,4 @@ def test_padding_rows_do_not_change_the_loss() -> None:
     segments = Segments.of([[0, 1, 1], [0, 1, 0], [0, 0]])
     weights = losses.token_weights(segments, per_token=True)
     log_probs = torch.where(segments.mask, -2.0, math.nan)
-    assert float(losses.sft_loss(log_probs, weights)[0]) == pytest.approx(2.0)
+    assert float(loss_calls.sft_loss(log_probs, weights)[0]) == pytest.approx(2.0)

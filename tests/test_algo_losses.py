@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import loss_calls
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from slime_retool.algo.segments import Segments
 
 def test_at_ratio_one_the_gradient_is_the_policy_gradient() -> None:
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, metrics = losses.policy_loss(
+    loss, metrics = loss_calls.policy_loss(
         log_probs, log_probs.detach(), torch.tensor([2.0, -3.0]), torch.tensor([0.25, 0.75])
     )
     loss.backward()
@@ -37,8 +38,8 @@ def test_nan_under_weight_zero_changes_neither_loss_nor_gradient() -> None:
     grads, values = [], []
     for log_probs, other in ((clean, torch.zeros(3)), (dirty, torch.tensor([0.0, nan, 0.0]))):
         x = log_probs.clone().requires_grad_()
-        loss = losses.policy_loss(x, other - 1.2, other + 1, weights)[0]
-        loss = loss + losses.kl_loss(x, other - 1.1, weights, "low_var_kl")[0] + losses.sft_loss(x, weights)[0]
+        loss = loss_calls.policy_loss(x, other - 1.2, other + 1, weights)[0]
+        loss = loss + loss_calls.kl_loss(x, other - 1.1, weights, "low_var_kl")[0] + loss_calls.sft_loss(x, weights)[0]
         loss.backward()
         assert x.grad is not None
         values.append(float(loss))

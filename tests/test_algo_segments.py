@@ -17,19 +17,16 @@ def test_the_worked_example() -> None:
     assert segments.sample_of.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert segments.learned.tolist() == [1, 3, 5, 6] and segments.remaining().tolist() == [1, 0, 1, 0]
     assert segments.turn_of().tolist() == [-1, 0, -1, 1, -1, 0, 0]
-    assert segments.spread(torch.tensor([5, 6])).tolist() == [5, 5, 5, 5, 6, 6, 6]
+    assert segments.learned_of(torch.tensor([5, 6])).tolist() == [5, 5, 6, 6]
     assert (segments.num_samples, segments.num_tokens, segments.num_learned) == (2, 7, 4)
 
 
-def test_sums_and_means_read_learned_tokens_only() -> None:
+def test_sums_read_learned_tokens_only() -> None:
     for seed in range(20):
         batch = random_batch(seed)
         want = [math.fsum(batch.learned("values", i)) for i in range(len(batch.masks))]
-        counts = [int(mask.sum()) for mask in batch.masks]
-        values = batch.flat("values")
-        assert batch.segments.masked_sum(values).tolist() == pytest.approx(want, abs=1e-12)
-        means = [total / max(count, 1) for total, count in zip(want, counts, strict=True)]
-        assert batch.segments.masked_mean(values).tolist() == pytest.approx(means, abs=1e-12)
+        segments = batch.segments
+        assert segments.sum_learned(segments.select(batch.flat("values"))).tolist() == pytest.approx(want, abs=1e-12)
 
 
 def test_place_undoes_select() -> None:
@@ -42,7 +39,7 @@ def test_place_undoes_select() -> None:
 
 def test_a_batch_may_learn_nothing_or_be_empty() -> None:
     nothing = Segments.of([[0], [0, 0]])
-    assert nothing.masked_mean(torch.full((3,), math.nan)).tolist() == [0.0, 0.0]
+    assert nothing.sum_learned(nothing.select(torch.full((3,), math.nan))).tolist() == [0.0, 0.0]
     assert nothing.turn_of().tolist() == [-1, -1, -1]
     assert Segments.of([]).num_samples == 0
 

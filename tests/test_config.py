@@ -240,7 +240,7 @@ BAD = {
     "a clip that only cispo has": ({"--eps-clip": "1"}, "with cispo also 1"),
     "dual clip of a loss without one": (
         {"--advantage-estimator": "cispo", "--eps-clip-c": "3"},
-        "--eps-clip-c bounds a loss",
+        "--eps-clip-c is of no use to the loss cispo",
     ),
     "two divisors": (
         {"--loss-constant-length": "64", "--calculate-per-token-loss": None},
@@ -358,10 +358,13 @@ def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
 
 def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):
     args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/x", "--load": "/tmp/y"}
-    assert checked(args | {"--advantage-estimator": "reinforce_plus_plus"}).critic_save is None
+    config = checked(args | {"--advantage-estimator": "reinforce_plus_plus"})
+    assert [role.name for role in config.roles] == ["actor"] and not config.uses_critic
     config = checked(args | {"--advantage-estimator": "ppo", "--critic-num-gpus-per-node": "2"})
-    assert (config.critic_save, config.critic_load) == ("/tmp/x/critic", "/tmp/y/critic")
-    assert config.uses_critic and config.critic_world_size == 2
+    assert config.save_folders == {"--save": "/tmp/x", "--critic-save": "/tmp/x/critic"}
+    assert [role.config.load for role in config.roles] == ["/tmp/y", "/tmp/y/critic"] and config.uses_critic
+    assert [(roles, group.world_size) for roles, group in config.trainer_groups] == [("actor", 1), ("critic", 2)]
+    assert [roles for roles, _ in checked(args | {"--advantage-estimator": "ppo"}).trainer_groups] == ["all"]
 
 
 def test_a_schedule_over_epochs_is_checked_once_their_length_is_known(run_args):
@@ -467,6 +470,8 @@ def test_a_folder_without_permission_is_refused(run_args, monkeypatch, tmp_path)
 def test_a_disk_without_room_for_a_checkpoint_is_refused(run_args, monkeypatch, tmp_path):
     config = checked(run_args | {"--save": f"{tmp_path}/a"})
     size = config.checkpoint_bytes()
+    ppo = {"--advantage-estimator": "ppo", "--n-samples-per-prompt": "1"}
+    both = checked(run_args | ppo).bytes_of_a_save
     asked = []
 
     def has(free: int) -> None:
@@ -478,11 +483,10 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(run_args, monkeypatch, 
     with pytest.raises(ConfigError, match=rf"--save {tmp_path}/a: a checkpoint takes 0\.0 GiB and 0\.0 GiB are free"):
         checked(run_args | {"--save": f"{tmp_path}/a"})
     assert checked(run_args | {"--save": f"{tmp_path}/a", "--no-save-optim": None})
-    has(size)  # a critic's lies beside it
-    ppo = {"--advantage-estimator": "ppo", "--n-samples-per-prompt": "1"}
+    has(both - 1)  # a critic's lies beside it
     with pytest.raises(ConfigError, match=f"--save {tmp_path}/a: a checkpoint takes"):
         checked(run_args | ppo | {"--save": f"{tmp_path}/a"})
-    has(size + config.checkpoint_bytes(critic=True))
+    has(both)
     assert checked(run_args | ppo | {"--save": f"{tmp_path}/a"})
 
 

@@ -122,8 +122,7 @@ def test_an_engine_as_teacher_scores_given_ids_whatever_it_has_cached(running: R
     asyncio.run(go())
     expected = expected_log_probs(running.folder / "model_0", PROMPT[:1], ids[1:], 1.0)
     for sample in samples:
-        assert sample.teacher_log_probs is not None
-        assert list(sample.teacher_log_probs) == pytest.approx([0.0, *expected][: sample.length], abs=1e-3)
+        assert list(sample.columns["teacher_log_probs"]) == pytest.approx([0.0, *expected][: sample.length], abs=1e-3)
 
 
 def test_the_token_that_ends_the_turn_is_returned_with_its_log_prob(running: Running):

@@ -67,16 +67,16 @@ def test_a_checkpoint_takes_its_weights_and_optimizer_on_disk():
     config = config_of("qwen3-1.7B")
     assert config.checkpoint_bytes() == pytest.approx(22.44 * GIB, rel=1e-3)  # as measured on two H200
     assert config_of("qwen3-1.7B", device="cpu").checkpoint_bytes() == 12 * total_parameters(config)
-    adapters = config_of("qwen3-4B", lora_rank=32, no_save_optim=True)
+    adapters = config_of("qwen3-4B", lora_rank=32, no_save_optim=True, advantage_estimator="ppo")
     assert adapters.checkpoint_bytes() == 2 * 36 * adapter_parameters(adapters, adapters.lora)
     # A critic has no adapters, and a head of one row where an untied model has the output layer.
-    assert adapters.checkpoint_bytes(critic=True) == 2 * total_parameters(adapters)
-    untied = config_of("qwen3-8B")
+    assert adapters.roles[1].checkpoint_bytes == 2 * (total_parameters(adapters) + 2560)
+    untied = config_of("qwen3-8B", advantage_estimator="ppo")
     critic = 14 * (total_parameters(untied) - 151_935 * 4096)
-    assert untied.checkpoint_bytes(critic=True) == critic
-    alone = untied.bytes_of_a_save
-    assert alone == untied.checkpoint_bytes()
-    assert config_of("qwen3-8B", advantage_estimator="ppo").bytes_of_a_save == alone + critic
+    assert [role.checkpoint_bytes for role in untied.roles] == [untied.checkpoint_bytes(), critic]
+    assert untied.bytes_of_a_save == untied.checkpoint_bytes() + critic
+    alone = config_of("qwen3-8B")
+    assert alone.bytes_of_a_save == alone.checkpoint_bytes()
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (8, 1), (8, 2)])

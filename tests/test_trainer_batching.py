@@ -112,10 +112,9 @@ def _batch() -> TrainBatch:
 
 
 def _data() -> TokenData:
-    return TokenData(
-        weights=torch.tensor([0, 0.25, 0.25, 0, 0.5]),
-        old_log_probs=_batch().rollout_log_probs,
-    )
+    old_log_probs = _batch().rollout_log_probs
+    assert old_log_probs is not None
+    return TokenData(torch.tensor([0, 0.25, 0.25, 0, 0.5]), {"old_log_probs": old_log_probs})
 
 
 def test_samples_lie_end_to_end_in_flat_tensors() -> None:
@@ -124,7 +123,7 @@ def test_samples_lie_end_to_end_in_flat_tensors() -> None:
     assert batch.lengths.tolist() == [3, 2] and batch.starts.tolist() == [0, 3]
     assert batch.rewards.tolist() == [2, 0] and batch.groups.tolist() == [7, 8]
     assert batch.rollout_log_probs is not None and batch.rollout_log_probs.tolist() == [0, -0.5, -0.25, 0, -1.0]
-    assert batch.teacher_log_probs is None
+    assert batch.columns == {}
 
 
 def test_log_probs_that_one_sample_lacks_are_left_out() -> None:
@@ -138,10 +137,9 @@ def test_packing_shifts_targets_within_each_sequence_and_pads_with_its_own() -> 
     assert packed.lengths == [3, 2, 3]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     assert packed.targets.tolist() == [12, 13, 0, 22, 0, 0, 0, 0]
-    assert packed.data is not None and packed.data.old_log_probs is not None
+    assert packed.data is not None and packed.data.columns.keys() == {"old_log_probs"}
     assert packed.data.weights.tolist() == [0.25, 0.25, 0, 0.5, 0, 0, 0, 0]
-    assert packed.data.old_log_probs.tolist() == [-0.5, -0.25, 0, -1.0, 0, 0, 0, 0]
-    assert packed.data.returns is None
+    assert packed.data.columns["old_log_probs"].tolist() == [-0.5, -0.25, 0, -1.0, 0, 0, 0, 0]
 
 
 def test_packing_says_which_positions_are_learned_and_whose_they_are() -> None:

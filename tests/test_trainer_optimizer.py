@@ -11,7 +11,6 @@ from trainer_utils import tiny_config
 
 from slime_retool.config.schedule import schedule_steps
 from slime_retool.errors import ConfigError
-from slime_retool.trainer.critic import critic_config
 from slime_retool.trainer.optimizer import build_scheduler
 
 LR, MIN_LR = 3e-4, 1e-5
@@ -63,7 +62,7 @@ def test_the_actors_decay_leaves_out_the_critics_warm_up_and_ends_with_the_run()
     options = {"num_rollout": 10, "num_critic_only_steps": 4, "rollout_batch_size": 8, "global_batch_size": 4}
     config = tiny_config(**options, advantage_estimator="ppo", lr_decay_style="cosine", lr_warmup_fraction=0.5)
     assert schedule_steps(config) == (6, 12)
-    assert schedule_steps(critic_config(config)) == (0, 20)
+    assert schedule_steps(config.of_critic()) == (0, 20)
 
 
 @pytest.mark.parametrize(

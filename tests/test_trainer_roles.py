@@ -59,7 +59,7 @@ def near_samples(seed: int = 0) -> list[TrainSample]:
     for sample in samples:
         noise = torch.rand(sample.length, generator=generator) * 0.6
         sample.rollout_log_probs = [-4.5 + float(n) if m else 0.0 for n, m in zip(noise, sample.loss_mask, strict=True)]
-        sample.teacher_log_probs = [-float(n) * 9 for n in noise]
+        sample.columns["teacher_log_probs"] = [-float(n) * 9 for n in noise]
     return [dataclasses.replace(sample) for sample in samples]
 
 
@@ -362,8 +362,8 @@ def test_distillation_adds_the_gradient_of_the_reverse_kl(one: dict[str, Any]) -
     advantages = grpo_by_hand(samples)
     taught = [i for i, sample in enumerate(samples) if learned(sample)]
     for i in taught:
-        assert samples[i].teacher_log_probs is not None
-        teacher = torch.tensor([samples[i].teacher_log_probs[t] for t in learned(samples[i])], dtype=torch.float64)
+        given = samples[i].columns["teacher_log_probs"]
+        teacher = torch.tensor([given[t] for t in learned(samples[i])], dtype=torch.float64)
         new = reference.log_probs[i]
         terms = 0.7 * (new - teacher).detach() * new - advantages[i] * torch.exp(new - new.detach())
         loss = loss + terms.mean() / len(taught)

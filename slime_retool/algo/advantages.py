@@ -8,19 +8,69 @@ enter no return, mean or deviation, and get the advantage 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime_retool.algo.algorithms import Algorithm, loaded
 from slime_retool.algo.segments import Segments
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
-GROUP_RELATIVE = ("grpo", "gspo", "cispo")
-"""Estimators that share GRPO's advantages; their losses differ."""
 
-ESTIMATORS = (*GROUP_RELATIVE, "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """What an advantage function reads of the global batch.
+
+    Raises ValueError for rewards that are not finite, shapes that disagree, or a KL that is missing.
+    """
+
+    segments: Segments
+    rewards: Tensor  # [S]; float64 from here on
+    groups: Tensor  # [S] int64; equal numbers = samples of one prompt, in any order
+    kl: Tensor | None = None  # [N] per-token estimates, `kl.kl_estimate`
+    kl_coef: float = 0.0
+    values: Tensor | None = None  # [N], at index t the estimate at the state in which token t is chosen
+    gamma: float = 1.0
+    lam: float = 1.0
+    normalize_std: bool = True
+    args: Any = None
+    """The run's `Config`, for a function of your own."""
+
+    def __post_init__(self) -> None:
+        if self.rewards.shape != (self.segments.num_samples,) or self.groups.shape != self.rewards.shape:
+            raise ValueError(
+                f"{self.segments.num_samples} samples came with rewards {tuple(self.rewards.shape)} and groups "
+                f"{tuple(self.groups.shape)}"
+            )
+        object.__setattr__(self, "rewards", self.rewards.detach().double())
+        if not bool(self.rewards.isfinite().all()):
+            bad = (~self.rewards.isfinite()).nonzero()[:5, 0].tolist()
+            raise ValueError(
+                f"rewards must be finite numbers, those of samples {bad} are not; check the reward function"
+            )
+        if self.kl_coef != 0.0 and self.kl is None:
+            raise ValueError(f"--kl-coef {self.kl_coef} needs log-probs of a reference model; give --ref-load")
+
+    @property
+    def kl_penalty(self) -> Tensor | None:
+        """kl_coef * KL of each learned token, [M] float64; None without a KL in the reward."""
+        if self.kl is None or self.kl_coef == 0.0:
+            return None
+        return self.kl_coef * self.segments.select(self.kl)
+
+    def sample_rewards(self) -> Tensor:
+        """r_i - kl_coef sum_t KL_t of each sample, [S] float64."""
+        penalty = self.kl_penalty
+        return self.rewards if penalty is None else self.rewards - self.segments.sum_learned(penalty)
+
+    def token_rewards(self, rewards: Tensor) -> Tensor:
+        """R_t = r_i [t is the sample's last learned token] - kl_coef KL_t, of rewards r [S]; [M] float64."""
+        given = torch.where(self.segments.remaining() == 0, self.segments.learned_of(rewards), 0.0)
+        penalty = self.kl_penalty
+        return given if penalty is None else given - penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,95 +78,74 @@ class Advantages:
     """Result of `compute_advantages`; 0 where nothing is learned."""
 
     advantages: Tensor  # [N] fp32
-    returns: Tensor | None  # [N] fp32, the critic's targets; PPO only
+    returns: Tensor | None  # [N] fp32, the targets of the values; None for an algorithm that needs none
 
 
-def compute_advantages(
-    estimator: str,
-    segments: Segments,
-    rewards: Tensor,  # [S]
-    groups: Tensor,  # [S] int64; equal numbers = samples of one prompt, in any order
-    *,
-    kl: Tensor | None = None,  # [N] per-token estimates, `kl.kl_estimate`
-    kl_coef: float = 0.0,
-    values: Tensor | None = None,  # [N]
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    normalize_std: bool = True,
-    whiten: bool = False,
-) -> Advantages:
+def compute_advantages(algorithm: Algorithm, inputs: AdvantageInputs, *, whiten: bool = False) -> Advantages:
     """Advantages of all learned tokens of the global batch.
 
-    r_i is sample i's reward, KL_i the sum of its per-token KL, K_t the KL of token t. Sums over t run over a sample's
-    learned tokens only.
-
-    - grpo, gspo, cispo: A = (r_i - mean) / (std + 1e-6) within the group, the same for every token
-      (https://arxiv.org/abs/2402.03300); without `normalize_std` only r_i - mean (Dr. GRPO,
-      https://arxiv.org/abs/2503.20783).
-    - rloo: A = r_i - mean of the group's other rewards (https://arxiv.org/abs/2402.14740).
-    - reinforce_plus_plus: A_t = sum_{u >= t} gamma^(u - t) (r_i [u last] - kl_coef K_u), whitened
-      (https://arxiv.org/abs/2501.03262).
-    - reinforce_plus_plus_baseline: the same from r_i - mean of the group; whitened (same paper).
-    - ppo: GAE(gamma, lam) of the same token rewards, https://arxiv.org/abs/1506.02438; see `gae`.
-
-    The group estimators and rloo take r_i - kl_coef KL_i as the reward. Exactly equal rewards of a group, and a group
-    of one, give exactly 0 (before whitening, which moves every token by the batch's mean).
-
-    Args:
-        values: the critic's estimate at the state in which token t is chosen, at index t; ppo needs it.
-        whiten: standardise over all learned tokens (`--normalize-advantages`). The REINFORCE++ estimators always do.
-
-    Raises ValueError for an unknown estimator, rewards that are not finite, shapes that disagree, or missing input.
+    `whiten`: standardise over all learned tokens (`--normalize-advantages`), as some algorithms always do. Exactly
+    equal rewards of a group, and a group of one, give exactly 0 in the group estimators; whitening then moves every
+    token by the batch's mean. Raises ValueError for values that are missing, or a function's result of another shape.
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"unknown --advantage-estimator {estimator!r}; it is one of {', '.join(ESTIMATORS)}")
-    if rewards.shape != (segments.num_samples,) or groups.shape != rewards.shape:
+    segments = inputs.segments
+    if algorithm.needs_critic and inputs.values is None:
+        raise ValueError(f"--advantage-estimator {algorithm.name} needs a critic's values")
+    advantages = loaded(algorithm.advantage)(inputs)
+    if advantages.shape != segments.learned.shape:
         raise ValueError(
-            f"{segments.num_samples} samples came with rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)}"
+            f"--advantage-estimator {algorithm.name} must give an advantage for each of {segments.num_learned} learned "
+            f"tokens, got {tuple(advantages.shape)}; `segments.learned_of` spreads values of samples"
         )
-    rewards = rewards.detach().double()
-    if not bool(rewards.isfinite().all()):
-        bad = (~rewards.isfinite()).nonzero()[:5, 0].tolist()
-        raise ValueError(f"rewards must be finite numbers, those of samples {bad} are not; check the reward function")
-    if kl_coef != 0.0 and kl is None:
-        raise ValueError(f"--kl-coef {kl_coef} needs log-probs of a reference model; give --ref-load")
-    penalty = kl_coef * segments.select(kl) if kl is not None and kl_coef != 0.0 else None  # [M]
-
-    if estimator in GROUP_RELATIVE or estimator == "rloo":
-        if penalty is not None:
-            rewards = rewards - segments.sum_learned(penalty)
-        if estimator == "rloo":
-            per_sample = leave_one_out(rewards, groups)
-        else:
-            per_sample = group_relative(rewards, groups, normalize_std=normalize_std)
-        advantages = per_sample[segments.sample_of[segments.learned]]
-        return Advantages(segments.place(whitened(advantages) if whiten else advantages), None)
-
-    if estimator == "reinforce_plus_plus_baseline":
-        rewards = group_relative(rewards, groups, normalize_std=False)
-    remaining = segments.remaining()
-    token_rewards = torch.where(remaining == 0, rewards[segments.sample_of[segments.learned]], 0.0)
-    if penalty is not None:
-        token_rewards = token_rewards - penalty
-    if estimator != "ppo":
-        returns = discounted_suffix_sums(token_rewards, remaining, gamma)
-        return Advantages(segments.place(whitened(returns)), None)
-
-    if values is None:
-        raise ValueError("--advantage-estimator ppo needs a critic's values")
-    learned_values = segments.select(values)
-    advantages = gae(token_rewards, learned_values, remaining, gamma=gamma, lam=lam)
-    returns = advantages + learned_values
-    return Advantages(segments.place(whitened(advantages) if whiten else advantages), segments.place(returns))
+    returns = None
+    if algorithm.needs_critic:
+        assert inputs.values is not None
+        returns = segments.place(advantages + segments.select(inputs.values))
+    if whiten or algorithm.always_whitens:
+        advantages = whitened(advantages)
+    return Advantages(segments.place(advantages), returns)
 
 
-def distillation_advantages(segments: Segments, student_log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """-(log p_student - log p_teacher) at each learned token, [N] fp32, 0 elsewhere.
+# One function for each estimator: `AdvantageInputs` -> [M] float64. Sums over t run over a sample's learned tokens.
 
-    On-policy distillation as a policy gradient: per-token reverse KL against the teacher, to be scaled and added to
-    other advantages or used alone (https://arxiv.org/abs/2306.13649). See also `losses.distillation_loss`.
+
+def grpo(inputs: AdvantageInputs) -> Tensor:
+    """(r_i - mean) / (std + 1e-6) within the group, the same for every token (https://arxiv.org/abs/2402.03300).
+
+    Without `normalize_std` only r_i - mean (Dr. GRPO, https://arxiv.org/abs/2503.20783).
     """
-    return segments.place(segments.select(teacher_log_probs) - segments.select(student_log_probs))
+    rewards = group_relative(inputs.sample_rewards(), inputs.groups, normalize_std=inputs.normalize_std)
+    return inputs.segments.learned_of(rewards)
+
+
+def rloo(inputs: AdvantageInputs) -> Tensor:
+    """r_i - mean of the group's other rewards (https://arxiv.org/abs/2402.14740)."""
+    return inputs.segments.learned_of(leave_one_out(inputs.sample_rewards(), inputs.groups))
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
+    """sum_{u >= t} gamma^(u - t) R_u, to be whitened (https://arxiv.org/abs/2501.03262)."""
+    return _discounted(inputs, inputs.rewards)
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
+    """The same from r_i - mean of the group (same paper)."""
+    return _discounted(inputs, group_relative(inputs.rewards, inputs.groups, normalize_std=False))
+
+
+def ppo(inputs: AdvantageInputs) -> Tensor:
+    """GAE(gamma, lambda) of R_t and the values (https://arxiv.org/abs/1506.02438); see `gae`."""
+    assert inputs.values is not None
+    segments = inputs.segments
+    rewards, values = inputs.token_rewards(inputs.rewards), segments.select(inputs.values)
+    return gae(rewards, values, segments.remaining(), gamma=inputs.gamma, lam=inputs.lam)
+
+
+def _discounted(inputs: AdvantageInputs, rewards: Tensor) -> Tensor:
+    return discounted_suffix_sums(inputs.token_rewards(rewards), inputs.segments.remaining(), inputs.gamma)
+
+
+# What they are made of
 
 
 def group_relative(rewards: Tensor, groups: Tensor, *, normalize_std: bool) -> Tensor:
@@ -184,7 +213,7 @@ def whitened(values: Tensor) -> Tensor:
 
 
 def explained_variance(segments: Segments, values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over learned tokens: 1 = a perfect critic; 0 if returns do not vary."""
+    """1 - Var(returns - values) / Var(returns) over learned tokens: 1 = perfect values; 0 if returns do not vary."""
     target = segments.select(returns)
     if len(target) < 2 or bool(target.min() == target.max()):
         return 0.0

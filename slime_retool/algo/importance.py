@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slime_retool.algo.algorithms import TIS_LEVELS, TIS_MODES
 from slime_retool.algo.kl import kl_estimate
 from slime_retool.algo.segments import Segments
-
-LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "mask")
 
 MAX_LOG_WEIGHT = 60.0
 """Log weights are clamped to this size, so that a weight, its square and their sums stay finite."""
@@ -48,10 +46,10 @@ def importance_weights(
     Raises ValueError for an unknown level or mode, limits that are not 0 <= low < high, or log-probs of learned
     tokens that are not finite.
     """
-    if level not in LEVELS:
-        raise ValueError(f"unknown --tis-level {level!r}; it is one of {', '.join(LEVELS)}")
-    if mode not in MODES:
-        raise ValueError(f"unknown --tis-mode {mode!r}; it is one of {', '.join(MODES)}")
+    if level not in TIS_LEVELS:
+        raise ValueError(f"unknown --tis-level {level!r}; it is one of {', '.join(TIS_LEVELS)}")
+    if mode not in TIS_MODES:
+        raise ValueError(f"unknown --tis-mode {mode!r}; it is one of {', '.join(TIS_MODES)}")
     if not 0 <= low < high:
         raise ValueError(f"importance weights need 0 <= --tis-clip-low < --tis-clip, got {low} and {high}")
     log_ratio = _log_ratio(segments, train_log_probs, rollout_log_probs)  # [M]
@@ -73,7 +71,7 @@ def importance_weights(
         "tis/ess": effective_sample_size(weights[counted]),
     }
     if level != "token":
-        weights = weights[segments.sample_of[segments.learned]]
+        weights = segments.learned_of(weights)
     return segments.place(weights), metrics
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-KINDS = ("k1", "k2", "k3", "low_var_kl")
+from slime_retool.algo.algorithms import KL_TYPES
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
@@ -30,4 +30,4 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     if kind == "low_var_kl":
         d = d.clamp(-20, 20)
         return (d.exp() - d - 1).clamp(-10, 10)
-    raise ValueError(f"unknown KL estimator {kind!r}; --kl-loss-type is one of {', '.join(KINDS)}")
+    raise ValueError(f"unknown KL estimator {kind!r}; --kl-loss-type is one of {', '.join(KL_TYPES)}")

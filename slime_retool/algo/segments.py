@@ -76,9 +76,9 @@ class Segments:
         """Learned tokens (M)."""
         return len(self.learned)
 
-    def spread(self, per_sample: Tensor) -> Tensor:
-        """A value per sample [S] -> the same for each of its tokens [N]."""
-        return per_sample[self.sample_of]
+    def learned_of(self, per_sample: Tensor) -> Tensor:
+        """A value per sample [S] -> the same for each of its learned tokens [M]."""
+        return per_sample[self.sample_of[self.learned]]
 
     def select(self, values: Tensor) -> Tensor:
         """Values of the learned tokens, [N] -> [M], in float64 and without gradient."""
@@ -97,17 +97,9 @@ class Segments:
         out = torch.zeros(self.num_samples, dtype=torch.float64, device=self.mask.device)
         return out.index_add_(0, self.sample_of[self.learned], learned_values.double())
 
-    def masked_sum(self, values: Tensor) -> Tensor:
-        """Sums over each sample's learned tokens, [N] -> [S], float64."""
-        return self.sum_learned(self.select(values))
-
-    def masked_mean(self, values: Tensor) -> Tensor:
-        """Means over each sample's learned tokens, [N] -> [S], float64; 0 for a sample without any."""
-        return self.masked_sum(values) / self.counts.clamp(min=1)
-
     def remaining(self) -> Tensor:
         """How many learned tokens of the same sample follow each learned token, [M] int64."""
-        ends = self.counts.cumsum(0)[self.sample_of[self.learned]]
+        ends = self.learned_of(self.counts.cumsum(0))
         return ends - 1 - torch.arange(self.num_learned, device=self.mask.device)
 
     def turn_of(self) -> Tensor:

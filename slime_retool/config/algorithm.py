@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 
+from megatron_bridge.flags import option_name
+from slime_retool.algo.algorithms import SFT_LOSS, names_where
 from slime_retool.config.config import Config
 from slime_retool.config.groups import CriticArgs
 from slime_retool.config.parallel import check_world_size
@@ -18,42 +19,56 @@ SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
 
 def check_algorithm(config: Config) -> None:
     """Loss, advantages, critic and sampling. ConfigError at the first rule that is broken."""
-    sft = config.loss_type == "sft_loss"
-    if sft:
-        require(
-            config.rollout_function_path == SFT_ROLLOUT or config.debug_train_only,
-            f"--loss-type sft_loss trains on conversations: add --rollout-function-path {SFT_ROLLOUT}",
-        )
-        require(
-            config.debug_train_only,
-            "--loss-type sft_loss needs no engines: add --debug-train-only",
-        )
-        require(
-            config.n_samples_per_prompt == 1,
-            f"--loss-type sft_loss takes each row once: --n-samples-per-prompt must be 1, "
-            f"got {config.n_samples_per_prompt}",
-        )
-    elif not config.debug_rollout_only:
-        require(
-            not config.debug_train_only and config.rollout_function_path != SFT_ROLLOUT,
-            "--loss-type policy_loss needs generated samples: drop --debug-train-only and the SFT rollout function, "
-            "or use --loss-type sft_loss",
-        )
-        require(
-            config.n_samples_per_prompt >= 2 or config.advantage_estimator in ("ppo", "reinforce_plus_plus"),
-            f"--advantage-estimator {config.advantage_estimator} compares responses to one prompt: "
-            f"--n-samples-per-prompt must be at least 2, got {config.n_samples_per_prompt}; ppo and "
-            "reinforce_plus_plus need no group",
-        )
-        require(
-            not config.disable_compute_advantages_and_returns,
-            "--disable-compute-advantages-and-returns is for --loss-type sft_loss; policy_loss needs advantages",
-        )
     require(
         not (config.debug_train_only and config.debug_rollout_only),
         "--debug-train-only and --debug-rollout-only exclude each other",
     )
+    if config.loss.supervised:
+        _check_supervised(config)
+    elif not config.debug_rollout_only:
+        _check_policy(config)
     _check_overlong(config)
+    _check_sampling(config)
+    _check_loss(config)
+    _check_kl(config)
+    _check_off_policy(config)
+    _check_distillation(config)
+    _check_critic(config)
+
+
+def _check_supervised(config: Config) -> None:
+    loss = f"--loss-type {config.loss_type}"
+    require(
+        config.rollout_function_path == SFT_ROLLOUT or config.debug_train_only,
+        f"{loss} trains on conversations: add --rollout-function-path {SFT_ROLLOUT}",
+    )
+    require(config.debug_train_only, f"{loss} needs no engines: add --debug-train-only")
+    require(
+        config.n_samples_per_prompt == 1,
+        f"{loss} takes each row once: --n-samples-per-prompt must be 1, got {config.n_samples_per_prompt}",
+    )
+
+
+def _check_policy(config: Config) -> None:
+    require(
+        not config.debug_train_only and config.rollout_function_path != SFT_ROLLOUT,
+        f"--loss-type {config.loss_type} needs generated samples: drop --debug-train-only and the SFT rollout "
+        f"function, or use --loss-type {SFT_LOSS.name}",
+    )
+    require(
+        config.n_samples_per_prompt >= 2 or not config.algorithm.needs_group,
+        f"--advantage-estimator {config.advantage_estimator} compares responses to one prompt: "
+        f"--n-samples-per-prompt must be at least 2, got {config.n_samples_per_prompt}; "
+        f"{names_where(lambda algorithm: not algorithm.needs_group)} need no group",
+    )
+    require(
+        not config.disable_compute_advantages_and_returns,
+        f"--disable-compute-advantages-and-returns is for --loss-type {SFT_LOSS.name}; {config.loss_type} needs "
+        "advantages",
+    )
+
+
+def _check_sampling(config: Config) -> None:
     require(
         config.rollout_temperature > 0,
         f"--rollout-temperature must be above 0 (the trainer divides logits by it), got {config.rollout_temperature}",
@@ -66,32 +81,29 @@ def check_algorithm(config: Config) -> None:
         config.eval_temperature is None or config.eval_temperature >= 0,
         f"--eval-temperature must be 0 (greedy) or above, got {config.eval_temperature}",
     )
-    _check_loss(config)
-    _check_kl(config)
-    _check_off_policy(config)
-    _check_distillation(config)
-    _check_critic(config)
 
 
 def _check_loss(config: Config) -> None:
-    cispo = config.advantage_estimator == "cispo"
-    low, high = config.eps_clip, config.eps_clip_high
+    loss, low, high = config.loss, config.eps_clip, config.eps_clip_high
     require(
-        0 < low < 1 or (cispo and low == 1),
-        f"--eps-clip must be between 0 and 1 (with cispo also 1: no lower bound), got {low}",
+        0 < low < 1 or (loss.independent_clips and low == 1),
+        "--eps-clip must be between 0 and 1 (with "
+        f"{names_where(lambda algorithm: algorithm.loss.independent_clips)} also 1: no lower bound), got {low}",
     )
-    # In CISPO the two bounds are independent; elsewhere a smaller upper one is a mistake.
+    # Where the two bounds are not independent, a smaller upper one is a mistake.
     require(
-        high is None or high >= low or (cispo and high > 0),
+        high is None or high >= low or (loss.independent_clips and high > 0),
         f"--eps-clip-high must be at least --eps-clip {low}, got {high}",
     )
     require(
         config.eps_clip_c is None or config.eps_clip_c > 1, f"--eps-clip-c must be above 1, got {config.eps_clip_c}"
     )
-    require(
-        config.eps_clip_c is None or not cispo,
-        "--eps-clip-c bounds a loss that --advantage-estimator cispo does not have; drop it",
-    )
+    for field in dataclasses.fields(config):
+        require(
+            field.name not in loss.forbids or config.__dict__[field.name] == field.default,
+            f"{option_name(field.name)} is of no use to {loss.flag} (--advantage-estimator "
+            f"{config.advantage_estimator}); drop it",
+        )
     length = config.loss_constant_length
     require(length is None or length >= 1, f"--loss-constant-length must be at least 1, got {length}")
     require(
@@ -112,10 +124,9 @@ def _check_kl(config: Config) -> None:
         config.kl_loss_coef == 0 or config.kl_coef == 0,
         f"--kl-loss-coef {config.kl_loss_coef} and --kl-coef {config.kl_coef} count the same KL twice; drop one",
     )
-    wants_reference = config.use_kl_loss or config.kl_coef != 0
-    if wants_reference and config.loss_type == "policy_loss" and not config.debug_rollout_only:
-        flag = "--use-kl-loss" if config.use_kl_loss else "--kl-coef"
-        require(config.ref_load is not None, f"{flag} needs the reference model: add --ref-load DIR")
+    if config.needs_reference and not config.debug_rollout_only:
+        flags = [term.flag for term, _ in config.loss_terms if "ref_log_probs" in term.needs] or ["--kl-coef"]
+        require(config.ref_load is not None, f"{flags[0]} needs the reference model: add --ref-load DIR")
     if config.use_kl_loss and config.kl_loss_coef != 0 and config.kl_loss_type == "k1":
         logger.warning("--kl-loss-type k1 in the loss does not pull to the reference: use low_var_kl, or --kl-coef")
 
@@ -127,7 +138,9 @@ def _check_off_policy(config: Config) -> None:
             "--use-tis weighs the engine's log-probs against the trainer's, which --use-rollout-logprobs never "
             "computes; drop one",
         )
-        require(config.loss_type == "policy_loss", "--use-tis corrects a policy's samples; drop it for sft_loss")
+        require(
+            not config.loss.supervised, f"--use-tis corrects a policy's samples; drop it for {config.loss_type}"
+        )
         require(
             0 <= config.tis_clip_low < config.tis_clip,
             f"--tis-clip-low must be at least 0 and below --tis-clip {config.tis_clip}, got {config.tis_clip_low}",
@@ -136,9 +149,9 @@ def _check_off_policy(config: Config) -> None:
         for field in dataclasses.fields(config):
             require(
                 not field.name.startswith("tis_") or config.__dict__[field.name] == field.default,
-                f"--{field.name.replace('_', '-')} has no effect without --use-tis; add it or drop the flag",
+                f"{option_name(field.name)} has no effect without --use-tis; add it or drop the flag",
             )
-    if config.loss_type == "policy_loss" and (config.rollout_top_p < 1 or config.rollout_top_k != -1):
+    if not config.loss.supervised and (config.rollout_top_p < 1 or config.rollout_top_k != -1):
         logger.warning(
             "--rollout-top-p %s --rollout-top-k %s: the engine samples from a cut distribution, the trainer's "
             "log-probs are of the whole one; ratios and mismatch figures compare the two",
@@ -160,29 +173,29 @@ def _check_distillation(config: Config) -> None:
         f"be 1, got {config.rollout_temperature}",
     )
     require(
-        weight == 0 or config.loss_type == "policy_loss",
-        "--distill-coef learns from generated samples; drop it for --loss-type sft_loss",
+        weight == 0 or not config.loss.supervised,
+        f"--distill-coef learns from generated samples; drop it for --loss-type {config.loss_type}",
     )
 
 
 def _check_critic(config: Config) -> None:
-    """Also fills in the critic's folders."""
-    if not config.uses_critic:
+    actor, *others = config.roles
+    if not others:
         for field in dataclasses.fields(CriticArgs):
             require(
                 config.__dict__[field.name] == field.default,
-                f"--{field.name.replace('_', '-')} is of a critic, which only --advantage-estimator ppo has; drop it",
+                f"{option_name(field.name)} is of a critic, which only --advantage-estimator "
+                f"{names_where(lambda algorithm: algorithm.needs_critic)} has; drop it",
             )
         return
-    if config.critic_save is None and config.save is not None:
-        config.critic_save = os.path.join(config.save, "critic")
-    if config.critic_load is None and config.load is not None:
-        config.critic_load = os.path.join(config.load, "critic")
-    for flag, own, actors in (
-        ("--critic-save", config.critic_save, config.save),
-        ("--critic-load", config.critic_load, config.load),
-    ):
-        require(own is None or own != actors, f"{flag} must be another folder than the actor's, got {own}")
+    for role in others:
+        for flag, own, actors in (
+            ("--save", role.config.save, actor.config.save),
+            ("--load", role.config.load, actor.config.load),
+        ):
+            require(
+                own is None or own != actors, f"{role.flag(flag)} must be another folder than the actor's, got {own}"
+            )
     require(config.critic_lr is None or config.critic_lr > 0, f"--critic-lr must be above 0, got {config.critic_lr}")
     for flag, value in (
         ("--critic-lr-warmup-iters", config.critic_lr_warmup_iters),
@@ -190,25 +203,24 @@ def _check_critic(config: Config) -> None:
         ("--value-clip", config.value_clip),
     ):
         require(value >= 0, f"{flag} must be at least 0, got {value}")
-    check_critic_processes(config)
+    check_groups(config)
 
 
-def check_critic_processes(config: Config) -> None:
-    """Refuse (ConfigError) processes of a critic apart that the parallel sizes do not divide."""
-    if not config.uses_critic or not config.critic_apart:
-        return
-    for flag, count in (
-        ("--critic-num-nodes", config.critic_num_nodes),
-        ("--critic-num-gpus-per-node", config.critic_num_gpus_per_node),
-    ):
-        require(count is None or count >= 1, f"{flag} must be at least 1, got {count}")
-    world, size = config.critic_world_size, config.model_parallel_size
-    require(
-        world % size == 0,
-        f"the critic's {world} processes (--critic-num-nodes x --critic-num-gpus-per-node) must be a multiple of "
-        f"tensor x pipeline x context parallel size {size}; use {max(1, round(world / size)) * size}",
-    )
-    check_world_size(config, world, f"{world} processes of the critic")
+def check_groups(config: Config) -> None:
+    """Refuse (ConfigError) processes beside the actor's that the parallel sizes do not divide."""
+    for name, group in config.trainer_groups[1:]:
+        for flag, count in (
+            (f"--{name}-num-nodes", group.actor_num_nodes),
+            (f"--{name}-num-gpus-per-node", group.actor_num_gpus_per_node),
+        ):
+            require(count >= 1, f"{flag} must be at least 1, got {count}")
+        world, size = group.world_size, config.model_parallel_size
+        require(
+            world % size == 0,
+            f"the {name}'s {world} processes (--{name}-num-nodes x --{name}-num-gpus-per-node) must be a multiple of "
+            f"tensor x pipeline x context parallel size {size}; use {max(1, round(world / size)) * size}",
+        )
+        check_world_size(config, world, f"{world} processes of the {name}")
 
 
 def _check_overlong(config: Config) -> None:
@@ -223,6 +235,7 @@ def _check_overlong(config: Config) -> None:
         f"--overlong-penalty-factor {factor} has no effect without --overlong-buffer-len; add it or drop the factor",
     )
     require(
-        config.loss_type != "sft_loss" or not (config.overlong_filtering or buffer),
-        "--overlong-filtering and --overlong-buffer-len are of generated responses; drop them for --loss-type sft_loss",
+        not config.loss.supervised or not (config.overlong_filtering or buffer),
+        "--overlong-filtering and --overlong-buffer-len are of generated responses; drop them for --loss-type "
+        f"{config.loss_type}",
     )

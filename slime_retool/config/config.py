@@ -6,12 +6,14 @@ import argparse
 import os
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_bridge import flags
 from megatron_bridge.arithmetic import checkpoint_size
 from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs
+from slime_retool.algo.algorithms import Algorithm, Loss, LossTerm, active_terms, find_algorithm, find_loss
 from slime_retool.config import groups
 from slime_retool.config.data_sets import DataSet, parse_data_sets
 
@@ -83,63 +85,117 @@ class Config(
         return LoraSpec(self.lora_rank, alpha, tuple(self.lora_target_modules), base)
 
     @property
+    def algorithm(self) -> Algorithm:
+        """What `--advantage-estimator` names. Raises ConfigError for a name or path that leads to none."""
+        return find_algorithm(self.advantage_estimator)
+
+    @property
+    def loss(self) -> Loss:
+        """What `--loss-type` names. Raises ConfigError for a name or path that leads to none."""
+        return find_loss(self.loss_type, self.algorithm)
+
+    @property
+    def loss_terms(self) -> list[tuple[LossTerm, float]]:
+        """The loss and what is added to it, each with its weight."""
+        return active_terms(self.loss, self)
+
+    @property
     def uses_critic(self) -> bool:
-        return self.advantage_estimator == "ppo" and self.loss_type == "policy_loss"
+        return self.algorithm.needs_critic and not self.loss.supervised
+
+    @property
+    def policy_starts_at(self) -> int:
+        """The first rollout that trains the policy; those before it train the critic alone."""
+        return self.num_critic_only_steps
+
+    @property
+    def roles(self) -> list[Role]:
+        """The models that are trained, the policy first."""
+        policy = Role("actor", self)
+        return [policy, Role("critic", self.of_critic())] if self.uses_critic else [policy]
 
     @property
     def trainer_groups(self) -> list[tuple[str, Config]]:
         """(roles, options) of each group of training processes: see `trainer.core.ROLES`."""
-        if not self.critic_world_size:
+        if not self.uses_critic or self._critic_processes is None:
             return [("all", self)]
-        return [("actor", self), ("critic", self.of_critic_apart())]
+        return [("actor", self), ("critic", replace(self, **self._critic_processes))]
+
+    @property
+    def _critic_processes(self) -> dict[str, Any] | None:
+        """What differs in the options of a critic's own processes; None where it has none."""
+        nodes, gpus = self.critic_num_nodes, self.critic_num_gpus_per_node
+        if nodes is None and gpus is None:
+            return None
+        return {
+            "actor_num_nodes": 1 if nodes is None else nodes,
+            "actor_num_gpus_per_node": 1 if gpus is None else gpus,
+            "offload_train": False,  # nobody else wants its devices
+        }
+
+    def of_critic(self) -> Config:
+        """The options as the critic has them: its own learning rate and folders, no tied output layer, no adapters.
+
+        Its folders are by default those called `critic` in the actor's.
+        """
+        lr = self.lr if self.critic_lr is None else self.critic_lr
+        return replace(
+            self,
+            **(self._critic_processes or {}),
+            lr=lr,
+            min_lr=min(self.min_lr, lr),
+            lr_warmup_iters=self.critic_lr_warmup_iters,
+            lr_warmup_fraction=None,
+            num_critic_only_steps=0,
+            load=self.critic_load or (self.load and os.path.join(self.load, "critic")),
+            save=self.critic_save or (self.save and os.path.join(self.save, "critic")),
+            untie_embeddings_and_output_weights=True,
+            lora_rank=None,
+        )
 
     @property
     def load_folders(self) -> dict[str, str]:
         """Flag -> folder that trainers read checkpoints from."""
-        named = {"--ref-load": self.ref_load, "--load": self.load, "--critic-load": self.critic_load}
+        named = {"--ref-load": self.ref_load} | {role.flag("--load"): role.config.load for role in self.roles}
         return {flag: folder for flag, folder in named.items() if folder is not None}
 
     @property
     def save_folders(self) -> dict[str, str]:
         """Flag -> folder that trainers write checkpoints to."""
-        named = {"--save": self.save, "--critic-save": self.critic_save if self.uses_critic else None}
+        named = {role.flag("--save"): role.config.save for role in self.roles}
         return {flag: folder for flag, folder in named.items() if folder is not None}
 
     @property
-    def critic_apart(self) -> bool:
-        """The critic has processes of its own."""
-        return self.critic_num_nodes is not None or self.critic_num_gpus_per_node is not None
+    def needs_reference(self) -> bool:
+        """Whether anything compares the policy with the reference model."""
+        if self.loss.supervised:
+            return False
+        return self.kl_coef != 0 or any("ref_log_probs" in term.needs for term, _ in self.loss_terms)
 
     @property
-    def critic_world_size(self) -> int:
-        """Processes of a critic that is apart; 0 without one."""
-        if not self.uses_critic or not self.critic_apart:
-            return 0
-        return (self.critic_num_nodes or 1) * (self.critic_num_gpus_per_node or 1)
+    def recomputes_log_probs(self) -> bool:
+        """Whether the trainer makes the old policy's log-probs in a pass of their own.
 
-    def of_critic_apart(self) -> Config:
-        """The options as the processes of a critic apart have them."""
-        return replace(
-            self,
-            actor_num_nodes=self.critic_num_nodes or 1,
-            actor_num_gpus_per_node=self.critic_num_gpus_per_node or 1,
-            offload_train=False,  # nobody else wants its devices
-        )
+        Where neither a later optimizer step nor the advantages need them, they come with the forward itself.
+        """
+        if self.loss.supervised or self.use_rollout_logprobs:
+            return False
+        return self.steps_per_rollout > 1 or self.use_tis or self.kl_coef != 0
 
-    def checkpoint_bytes(self, *, critic: bool = False) -> int:
-        """Bytes of one checkpoint of the actor, or of the critic (which has no adapters)."""
+    @property
+    def bytes_of_a_save(self) -> int:
+        """Bytes of what is written at one save."""
+        return sum(role.checkpoint_bytes for role in self.roles)
+
+    def checkpoint_bytes(self, *, value_head: bool = False) -> int:
+        """Bytes of one checkpoint of a model with these options, or of one with a value head."""
         return checkpoint_size.checkpoint_bytes(
             self,
             bf16=self.in_bf16,
             with_optimizer=not self.no_save_optim,
-            lora=None if critic else self.lora,
-            value_head=critic,
+            lora=self.lora,
+            value_head=value_head,
         )
-
-    @property
-    def bytes_of_a_save(self) -> int:
-        """Bytes of what is written at one save: the actor's checkpoint, and the critic's where there is one."""
-        return self.checkpoint_bytes() + (self.checkpoint_bytes(critic=True) if self.uses_critic else 0)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -198,6 +254,24 @@ class Config(
     def eval_sets(self) -> list[tuple[str, str]]:
         """(name, file) of each evaluation set."""
         return list(zip(self.eval_prompt_data[::2], self.eval_prompt_data[1::2], strict=True))
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model that a run trains."""
+
+    name: str
+    config: Config
+    """The run's options as this model has them: its learning rate, folders, adapters, and processes."""
+
+    def flag(self, actors: str) -> str:
+        """The flag of this model's that is `actors` of the actor: --save, --critic-save."""
+        return actors if self.name == "actor" else f"--{self.name}-{actors.removeprefix('--')}"
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint."""
+        return self.config.checkpoint_bytes(value_head=self.name == "critic")
 
 
 class _TrainParser(flags.OneLineParser):

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 from megatron_bridge.flags import flag
 from megatron_bridge.lora_spec import TARGET_MODULES
+from slime_retool.algo.algorithms import (
+    ALGORITHMS,
+    KL_TYPES,
+    LOSSES,
+    TIS_LEVELS,
+    TIS_MODES,
+    names_where,
+    published_values,
+    readers_of,
+)
 
 
 @dataclass
@@ -249,20 +259,27 @@ class EvalArgs:
 class AlgoArgs:
     """Loss and advantages."""
 
-    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss"), help="What is minimised.")
+    loss_type: str = flag(
+        next(iter(LOSSES)),
+        metavar="NAME",
+        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/algorithms.md).",
+    )
     advantage_estimator: str = flag(
-        "grpo",
-        choices=("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
-        help="How rewards become advantages. gspo and cispo are grpo's with a loss of their own; ppo trains a critic.",
+        next(iter(ALGORITHMS)),
+        metavar="NAME",
+        help="How rewards become advantages: "
+        f"{'; '.join(f'{name}, {algorithm.summary}' for name, algorithm in ALGORITHMS.items())}; "
+        "or the dotted path of an algorithm of your own (docs/algorithms.md).",
     )
     disable_grpo_std_normalization: bool = flag(False, help="Do not divide advantages by the group's deviation.")
     normalize_advantages: bool = flag(
         False,
-        help="Whiten advantages over all learned tokens of the rollout (the reinforce_plus_plus ones always are).",
+        help="Whiten advantages over all learned tokens of the rollout (those of "
+        f"{names_where(lambda algorithm: algorithm.always_whitens)} always are).",
     )
     disable_compute_advantages_and_returns: bool = flag(False, help="No advantages (SFT).")
-    gamma: float = flag(1.0, help="Discount per learned token (ppo and reinforce_plus_plus).")
-    lambd: float = flag(1.0, help="Lambda of generalised advantage estimation (ppo).")
+    gamma: float = flag(1.0, help=f"Discount per learned token ({readers_of('gamma')}).")
+    lambd: float = flag(1.0, help=f"Lambda of generalised advantage estimation ({readers_of('lambd')}).")
     kl_coef: float = flag(
         0.0, help="Take this times the KL from the reference model (--ref-load) off the reward, token by token."
     )
@@ -273,15 +290,19 @@ class AlgoArgs:
         None, help="Divide each sample's loss by this many tokens instead of its own length (Dr. GRPO)."
     )
     eps_clip: float = flag(
-        0.2, help="Clip range of the ratio below 1 (and above, without --eps-clip-high); gspo wants about 3e-4."
+        0.2,
+        help="Clip range of the ratio below 1 (and above, without --eps-clip-high); the paper takes "
+        f"{published_values('eps_clip')}.",
     )
-    eps_clip_high: float | None = flag(None, help="Clip range above 1 (DAPO's clip-higher).")
+    eps_clip_high: float | None = flag(
+        None, help=f"Clip range above 1 (DAPO's clip-higher); the paper takes {published_values('eps_clip_high')}."
+    )
     eps_clip_c: float | None = flag(None, help="Dual-clip bound for negative advantages; above 1.")
     use_kl_loss: bool = flag(False, help="Add a KL term against the reference model (--ref-load) to the loss.")
     kl_loss_coef: float = flag(0.0, help="Weight of the KL term in the loss.")
     kl_loss_type: str = flag(
         "k1",
-        choices=("k1", "k2", "k3", "low_var_kl"),
+        choices=KL_TYPES,
         help="Estimator of the KL, in the loss and in the reward (low_var_kl: k3, clamped). k1 in the loss only "
         "measures: its expected gradient is 0.",
     )
@@ -294,12 +315,12 @@ class AlgoArgs:
     )
     tis_level: str = flag(
         "token",
-        choices=("token", "sequence", "geometric"),
+        choices=TIS_LEVELS,
         help="Ratio of a token, of its whole sample, or the geometric mean over its sample.",
     )
     tis_mode: str = flag(
         "truncate",
-        choices=("truncate", "mask"),
+        choices=TIS_MODES,
         help="Ratios outside the limits: moved to them, or their tokens (samples) teach nothing.",
     )
     tis_clip: float = flag(2.0, help="Upper limit of importance weights.")
@@ -312,7 +333,7 @@ class AlgoArgs:
 
 @dataclass
 class CriticArgs:
-    """Critic (--advantage-estimator ppo)."""
+    """Critic of an --advantage-estimator that has one."""
 
     critic_num_nodes: int | None = flag(
         None, help="Hosts of the critic; without it and the next flag it shares the actor's processes."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_bridge.arithmetic import GIB
@@ -27,12 +28,12 @@ def with_num_rollout(config: Config, num_rows: int) -> Config:
     return config
 
 
-def schedule_steps(config: Config) -> tuple[int, int | None]:
-    """(warm-up steps, steps of the whole decay; None = constant, it never ends).
+def schedule_steps(config: Config, flag_of: Callable[[str], str] = str) -> tuple[int, int | None]:
+    """(warm-up steps, steps of the whole decay; None = constant, it never ends) of a model with these options.
 
-    ConfigError when the schedule's length is unknown or too short.
+    ConfigError when the schedule's length is unknown or too short; `flag_of` names the model's own flags.
     """
-    total = _decay_steps(config, config.num_critic_only_steps)
+    total = _decay_steps(config)
     decays = config.lr_decay_style != "constant"
     if total is None and (decays or config.lr_warmup_fraction is not None):
         raise ConfigError(
@@ -46,7 +47,12 @@ def schedule_steps(config: Config) -> tuple[int, int | None]:
     if not decays:
         return warmup, None
     assert total is not None
-    _require_decay(warmup, total, "--lr-warmup-iters or --lr-warmup-fraction")
+    if warmup >= total:
+        given = "--lr-warmup-iters" if config.lr_warmup_fraction is None else "--lr-warmup-fraction"
+        raise ConfigError(
+            f"{warmup} warm-up steps leave nothing of a schedule of {total}; lower {flag_of(given)}, or raise "
+            "--lr-decay-iters"
+        )
     return warmup, total
 
 
@@ -57,25 +63,16 @@ def check_schedule(config: Config) -> None:
     """
     if config.debug_rollout_only or (config.num_rollout is None and config.lr_decay_iters is None):
         return
-    schedule_steps(config)
-    total = _decay_steps(config, 0)
-    if config.uses_critic and config.lr_decay_style != "constant" and total is not None:
-        _require_decay(config.critic_lr_warmup_iters, total, "--critic-lr-warmup-iters")
+    for role in config.roles:
+        schedule_steps(role.config, role.flag)
 
 
-def _decay_steps(config: Config, critic_only: int) -> int | None:
-    """Optimizer steps of the run, or --lr-decay-iters. In the first `critic_only` rollouts there are none."""
+def _decay_steps(config: Config) -> int | None:
+    """Optimizer steps of the run, or --lr-decay-iters. Before the rollout `policy_starts_at` there are none."""
     if config.lr_decay_iters is not None or config.num_rollout is None:
         return config.lr_decay_iters
-    rollouts = config.num_rollout - critic_only
+    rollouts = config.num_rollout - config.policy_starts_at
     return (rollouts if rollouts > 0 else config.num_rollout) * config.steps_per_rollout
-
-
-def _require_decay(warmup: int, total: int, flags: str) -> None:
-    if warmup >= total:
-        raise ConfigError(
-            f"{warmup} warm-up steps leave nothing of a schedule of {total}; lower {flags}, or raise --lr-decay-iters"
-        )
 
 
 def saves_after(config: Config, rollout_id: int) -> bool:

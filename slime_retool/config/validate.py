@@ -228,10 +228,10 @@ def _check_checkpoints(config: Config) -> None:
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
         "name another folder",
     )
-    for flag, folder in (("--save", config.save), ("--critic-save", config.critic_save), ("--save-hf", config.save_hf)):
-        if folder is not None:
-            require_writable(folder, flag)
+    for flag, folder in config.save_folders.items():
+        require_writable(folder, flag)
     if config.save_hf is not None:
+        require_writable(config.save_hf, "--save-hf")
         require(config.save is not None, "--save-hf is written from the last checkpoint: it needs --save DIR")
         require(
             not (os.path.isdir(config.save_hf) and os.listdir(config.save_hf)),
@@ -244,12 +244,13 @@ def _check_room(config: Config) -> None:
     if config.debug_rollout_only:
         return
     needed: dict[int, tuple[str, int]] = {}
-    for flag, folder, critic in (("--save", config.save, False), ("--critic-save", config.critic_save, True)):
-        if folder is None or (critic and not config.uses_critic):
+    for role in config.roles:
+        flag, folder = role.flag("--save"), role.config.save
+        if folder is None:
             continue
         disk = os.stat(nearest_existing(folder)).st_dev
         place, before = needed.get(disk, (f"{flag} {folder}", 0))
-        needed[disk] = (place, before + config.checkpoint_bytes(critic=critic))
+        needed[disk] = (place, before + role.checkpoint_bytes)
         free, size = free_bytes(folder), needed[disk][1]
         require(
             size <= free,

@@ -184,7 +184,7 @@ def samples_from_file(
             )
         )
     unlabelled = sum(sample.label is None for sample in samples)
-    if unlabelled and config.loss_type != "sft_loss":
+    if unlabelled and not config.loss.supervised:
         logger.warning("%s: %d of %d rows have no label in column %r", path, unlabelled, len(samples), label_key)
     return samples
 

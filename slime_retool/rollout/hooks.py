@@ -61,7 +61,7 @@ class Hooks:
 
     @classmethod
     def load(cls, config: Config) -> Hooks:
-        """Import what the configuration names. Raises ConfigError for a path that does not exist, or names no such hook."""
+        """Import what the configuration names. Raises ConfigError for a path that names no such hook."""
         generate = config.custom_generate_function_path or DEFAULT_GENERATE
         reward = config.custom_rm_path or DEFAULT_REWARD
         return cls(

@@ -30,7 +30,6 @@ from slime_retool.rollout.figures import sample_figures, source_figures
 from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample
 from slime_retool.rollout.overlong import mask_overlong, shaped_reward
 from slime_retool.rollout.sampling import training_sampling_params
-from slime_retool.rollout.teacher import add_teacher_log_probs
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 Group = list[Sample]
@@ -55,8 +54,9 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         for group in kept
         for sample in _usable(group)
     ]
-    if config.distill_coef != 0:
-        await add_teacher_log_probs(context, trained)
+    for term, _ in config.loss_terms:
+        if term.provider is not None:
+            await load_function(term.provider, f"{term.flag}: provider")(context, trained)
     finished = [sample for group in sampling.finished for sample in group]
     seconds = time.monotonic() - started
     model_tokens = sum(sum(sample.loss_mask) for sample in finished)

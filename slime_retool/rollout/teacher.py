@@ -13,7 +13,7 @@ from slime_retool.types import TrainSample
 
 
 async def add_teacher_log_probs(context: RolloutContext, samples: Sequence[TrainSample]) -> None:
-    """Fill in `teacher_log_probs` of all samples, which the teacher reads at once and generates nothing for.
+    """Fill in the column `teacher_log_probs` of all samples, which the teacher reads at once and generates nothing for.
 
     The teacher needs the model's tokenizer: ids are compared, not texts. Raises EngineError when it cannot be reached
     after its retries, or answers for other tokens.
@@ -21,7 +21,7 @@ async def add_teacher_log_probs(context: RolloutContext, samples: Sequence[Train
     client = await context.resource("teacher", _connect)
     rows = await asyncio.gather(*(client.prompt_log_probs(list(sample.tokens)) for sample in samples))
     for sample, row in zip(samples, rows, strict=True):
-        sample.teacher_log_probs = array("f", row)
+        sample.columns["teacher_log_probs"] = array("f", row)
 
 
 def _connect(config: Config) -> RouterClient:

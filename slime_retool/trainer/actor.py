@@ -8,84 +8,44 @@ from torch import Tensor
 from megatron_bridge.lora import adapters_off
 from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model import output_weight
-from slime_retool.algo import losses
 from slime_retool.algo.log_probs import linear_log_probs
+from slime_retool.algo.losses import LossInputs, TotalLoss
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
-from slime_retool.trainer.packing import PackedBatch, TokenData
+from slime_retool.trainer.packing import PackedBatch
 from slime_retool.trainer.role import LossOutput, ModelRole
-
-POLICY_LOSS = {"gspo": "gspo", "cispo": "cispo"}
-"""`algo.losses.policy_loss` of the estimators that bring their own; the others use ppo's."""
 
 
 class Actor(ModelRole):
     """The model that generates and is trained; outputs are hidden states [1, T, H]."""
 
-    metric_names = (
-        "loss", "pg_loss", "clip_fraction", "ppo_kl", "kl_loss", "entropy", "distill_loss", "reverse_kl",
-    )  # fmt: skip
-    mean_names = ("clip_fraction", "ppo_kl", "entropy", "reverse_kl")
-
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(config, device=device, dtype=dtype)
+        super().__init__(config, TotalLoss(config.loss_terms), device=device, dtype=dtype)
         self.reference: dict[str, Tensor] | None = None
         """Weights of the reference model in host memory; None with LoRA, whose frozen weights are that model."""
 
     def loss(self, batch: PackedBatch, output: Tensor) -> LossOutput:
-        """What `--loss-type` names, with its KL, distillation and entropy terms."""
+        """What `--loss-type` names, and the terms that are on beside it."""
         config, data = self.config, batch.data
         assert data is not None
         log_probs, entropy = self._log_probs_of(batch, output, with_entropy=True)
-        bonus, metrics = losses.entropy_bonus(entropy, data.weights)
-        if config.loss_type == "sft_loss":
-            loss, _ = losses.sft_loss(log_probs, data.weights)
-            return LossOutput(loss, metrics, log_probs.detach())
-        loss, more = self._policy_loss(batch, data, log_probs)
-        metrics |= more
-        if config.use_kl_loss:
-            assert data.ref_log_probs is not None
-            kl, more = losses.kl_loss(log_probs, data.ref_log_probs, data.weights, config.kl_loss_type)
-            loss = loss + config.kl_loss_coef * kl
-            metrics |= more
-        if data.teacher_log_probs is not None:
-            distill, more = losses.distillation_loss(log_probs, data.teacher_log_probs, data.weights)
-            loss = loss + config.distill_coef * distill
-            metrics |= more
-        if config.entropy_coef != 0:
-            loss = loss - config.entropy_coef * bonus
-        return LossOutput(loss, metrics, log_probs.detach())
-
-    def _policy_loss(self, batch: PackedBatch, data: TokenData, log_probs: Tensor) -> tuple[Tensor, losses.Metrics]:
-        assert data.advantages is not None
-        config = self.config
-        return losses.policy_loss(
-            log_probs,
-            log_probs.detach() if data.old_log_probs is None else data.old_log_probs,
-            data.advantages,
-            data.weights,
-            kind=POLICY_LOSS.get(config.advantage_estimator, "ppo"),
-            eps_clip=config.eps_clip,
-            eps_clip_high=config.eps_clip_high,
-            eps_clip_c=config.eps_clip_c,
+        inputs = LossInputs(
+            log_probs=log_probs,
+            entropy=entropy,
+            weights=data.weights,
+            columns={"old_log_probs": log_probs.detach()} | data.columns,
             sample_of=batch.sample_of,
             token_counts=batch.token_counts,
             cp_group=self.cp_group,
+            eps_clip=config.eps_clip,
+            eps_clip_high=config.eps_clip_high,
+            eps_clip_c=config.eps_clip_c,
+            kl_type=config.kl_loss_type,
+            args=config,
         )
-
-    def unused_metrics(self) -> set[str]:
-        """Names that `loss` never reports with these options."""
-        config = self.config
-        unused = set()
-        if config.loss_type == "sft_loss":
-            unused |= {"pg_loss", "clip_fraction", "ppo_kl"}
-        if config.loss_type == "sft_loss" or not config.use_kl_loss:
-            unused.add("kl_loss")
-        if config.loss_type == "sft_loss" or config.distill_coef == 0:
-            unused |= {"distill_loss", "reverse_kl"}
-        return unused
+        return LossOutput(*self.total_loss(inputs), log_probs.detach())
 
     # Log-probs
 
@@ -118,7 +78,7 @@ class Actor(ModelRole):
             batch.targets,
             vocab_size=self.vocab_size,
             positions=batch.learned,
-            temperature=self.config.rollout_temperature if self.config.loss_type == "policy_loss" else 1.0,
+            temperature=1.0 if self.config.loss.supervised else self.config.rollout_temperature,
             with_entropy=with_entropy,
             tp_group=self.tp_group,
             sequence_parallel=self.model_config.sequence_parallel,
@@ -126,12 +86,6 @@ class Actor(ModelRole):
         )
 
     # Checkpoints
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether anything compares the policy with the reference model."""
-        config = self.config
-        return config.loss_type == "policy_loss" and (config.use_kl_loss or config.kl_coef != 0)
 
     def load(self) -> checkpoint.TrainerState | None:
         """Resume from --load, else take the weights in --ref-load (None). Also reads the reference model if needed.
@@ -147,15 +101,15 @@ class Actor(ModelRole):
                 f"no weights to start from: --load {config.load} holds no checkpoint and --ref-load is not given; "
                 "convert one with tools/convert_hf_to_torch_dist.py and pass it as --ref-load"
             )
-        if self.needs_reference and config.ref_load is None:
+        if config.needs_reference and config.ref_load is None:
             raise ConfigError("--use-kl-loss and --kl-coef need the reference model: give --ref-load")
         if config.lora is not None and config.ref_load is None:
             raise ConfigError("--lora-rank needs the frozen weights: give --ref-load")
-        if self.needs_reference or not resume or config.lora is not None:
+        if config.needs_reference or not resume or config.lora is not None:
             assert config.ref_load is not None
             adapters = [name for name, _ in self.module.named_parameters() if is_adapter(name)]
             checkpoint.load_weights(config.ref_load, module=self.module, vocab_size=self.vocab_size, skip=adapters)
-            if self.needs_reference and config.lora is None:
+            if config.needs_reference and config.lora is None:
                 self.reference = checkpoint.copy_weights(self.module, pinned=config.on_cuda)
         if not resume:
             self.optimizer.reload_model_params()

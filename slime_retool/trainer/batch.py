@@ -24,11 +24,12 @@ class TrainBatch:
     rewards: Tensor  # [S] fp64
     groups: Tensor  # [S] int64
     rollout_log_probs: Tensor | None  # [N] fp32
-    teacher_log_probs: Tensor | None  # [N] fp32
+    columns: dict[str, Tensor]  # [N] fp32 each
 
     @classmethod
     def from_samples(cls, samples: Sequence[TrainSample]) -> TrainBatch:
-        """Lay samples end to end. Log-probs are kept when every sample has them."""
+        """Lay samples end to end. Log-probs and columns are kept when every sample has them."""
+        named = set.intersection(*(set(s.columns) for s in samples)) if samples else set()
         return cls(
             segments=Segments(
                 lengths=torch.tensor([s.length for s in samples], dtype=torch.int64),
@@ -38,7 +39,7 @@ class TrainBatch:
             rewards=torch.tensor([s.reward for s in samples], dtype=torch.float64),
             groups=torch.tensor([s.group_index for s in samples], dtype=torch.int64),
             rollout_log_probs=_flat_or_none([s.rollout_log_probs for s in samples]),
-            teacher_log_probs=_flat_or_none([s.teacher_log_probs for s in samples]),
+            columns={name: _flat([s.columns[name] for s in samples], torch.float32) for name in sorted(named)},
         )
 
     @property

@@ -137,7 +137,7 @@ class Trainer:
         start = time.perf_counter()
         self._prepared = prepare(self.actor, TrainBatch.from_samples(batch.samples), values)
         self._prepare_seconds = time.perf_counter() - start
-        return self._prepared.data.returns
+        return self._prepared.returns
 
     def optimize(self, rollout_id: int) -> dict[str, float]:
         """The actor's optimizer steps on what was prepared (none in the critic's warm-up). Returns metrics."""
@@ -149,10 +149,10 @@ class Trainer:
         metrics["train/tokens"] = float(batch.num_tokens)
         metrics["train/loss_tokens"] = float(batch.segments.num_learned)
         seconds = [self._prepare_seconds, 0.0]
-        if rollout_id >= config.num_critic_only_steps:
+        if rollout_id >= config.policy_starts_at:
             start = time.perf_counter()
             compares = (
-                config.loss_type == "policy_loss"
+                not config.loss.supervised
                 and batch.rollout_log_probs is not None
                 and "train/logprob_abs_diff" not in metrics
             )
@@ -161,7 +161,7 @@ class Trainer:
             if compares:
                 assert results[0].per_token is not None
                 metrics |= mismatch_of_first_step(prepared, results[0].per_token)
-            metrics |= _averages("train", results, unused=self.actor.unused_metrics())
+            metrics |= _averages("train", results)
         total = torch.tensor(seconds, dtype=torch.float32, device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)
         metrics["perf/log_probs_seconds"], metrics["perf/train_seconds"] = total.tolist()
@@ -173,7 +173,7 @@ class Trainer:
         """The critic's optimizer steps towards `returns` [N]; `values` [N] are those it gave before."""
         prepared = weigh(self.config, TrainBatch.from_samples(batch.samples))
         segments = prepared.batch.segments
-        prepared.data.old_values, prepared.data.returns = values, returns
+        prepared.data.columns |= {"old_values": values, "returns": returns}
         start = time.perf_counter()
         results = _steps(self.critic, prepared)
         metrics = _averages("critic", results)
@@ -220,12 +220,11 @@ def _steps(role: ModelRole, prepared: Prepared, *, first_per_token: bool = False
     return results
 
 
-def _averages(prefix: str, results: list[StepResult], unused: set[str] | None = None) -> dict[str, float]:
+def _averages(prefix: str, results: list[StepResult]) -> dict[str, float]:
     """Means over optimizer steps of what they report, under names that begin with `prefix`."""
     metrics = {
         f"{prefix}/{name}": sum(result.metrics[name] for result in results) / len(results)
         for name in results[0].metrics
-        if name not in (unused or ())
     }
     metrics[f"{prefix}/lr"] = results[-1].metrics["lr"]
     metrics[f"{prefix}/skipped_steps"] = sum(result.metrics["skipped_steps"] for result in results)

@@ -6,14 +6,14 @@ t - 1, as the token's log-prob does, and is laid out in the same way.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_retool.algo import losses
+from slime_retool.algo.algorithms import VALUE_LOSS
+from slime_retool.algo.losses import TotalLoss, ValueInputs
 from slime_retool.config import Config
 from slime_retool.errors import CheckpointError
 from slime_retool.trainer import checkpoint
@@ -51,34 +51,13 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def critic_config(config: Config) -> Config:
-    """The run's options as the critic sees them: its own learning rate and folders, no tied output layer,
-    no adapters."""
-    lr = config.lr if config.critic_lr is None else config.critic_lr
-    return dataclasses.replace(
-        config,
-        lr=lr,
-        min_lr=min(config.min_lr, lr),
-        lr_warmup_iters=config.critic_lr_warmup_iters,
-        lr_warmup_fraction=None,
-        num_critic_only_steps=0,
-        load=config.critic_load,
-        save=config.critic_save,
-        untie_embeddings_and_output_weights=True,
-        lora_rank=None,
-    )
-
-
 class Critic(ModelRole):
     """The value model; outputs are values [1, T, 1] in fp32."""
 
-    metric_names = ("loss", "value_loss", "value_clip_fraction")
-    mean_names = ("value_clip_fraction",)
-
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
-        """`config` is the run's, not `critic_config`'s."""
+        """`config` is the run's, not that of its role."""
         self._run_config = config
-        super().__init__(critic_config(config), device=device, dtype=dtype)
+        super().__init__(config.of_critic(), TotalLoss([(VALUE_LOSS, 1.0)]), device=device, dtype=dtype)
 
     def _build_module(self) -> Any:
         module = super()._build_module()
@@ -88,13 +67,12 @@ class Critic(ModelRole):
 
     def loss(self, batch: PackedBatch, output: Tensor) -> LossOutput:
         """Clipped regression on the returns."""
-        data = batch.data
-        assert data is not None and data.old_values is not None and data.returns is not None
-        values = output.reshape(-1)
-        loss, metrics = losses.value_loss(
-            values, data.old_values, data.returns, data.weights, value_clip=self.config.value_clip or None
+        data, values = batch.data, output.reshape(-1)
+        assert data is not None
+        inputs = ValueInputs(
+            values=values, weights=data.weights, columns=data.columns, value_clip=self.config.value_clip or None
         )
-        return LossOutput(loss, metrics, values.detach())
+        return LossOutput(*self.total_loss(inputs), values.detach())
 
     def values(self, batch: TrainBatch) -> Tensor:
         """The value of every token, [N] fp32 on the CPU of every rank; 0 at each sample's first token."""

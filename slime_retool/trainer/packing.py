@@ -13,7 +13,7 @@ position has weight 0. A sequence of tokens a b c beside one of d e, padded to 6
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,21 +29,15 @@ class TokenData:
 
     weights: Tensor
     """The loss's whole denominator; 0 = not learned."""
-    advantages: Tensor | None = None
-    old_log_probs: Tensor | None = None
-    """The policy's before this rollout's first optimizer step."""
-    ref_log_probs: Tensor | None = None
-    teacher_log_probs: Tensor | None = None
-    old_values: Tensor | None = None
-    """The critic's before this rollout's first optimizer step."""
-    returns: Tensor | None = None
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """By name: what `algo.losses.TokenInputs` says. `old_log_probs` and `old_values` are those before this rollout's
+    first optimizer step."""
 
     def gather(self, index: Tensor, device: torch.device | str) -> TokenData:
         """Entries at `index`, 0 where it is negative, on `device`."""
-        present = {field.name: values for field in fields(self) if (values := getattr(self, field.name)) is not None}
-        chosen = index.clamp(min=0)
-        rows = send(torch.stack([values[chosen] for values in present.values()]).masked_fill_(index < 0, 0.0), device)
-        return TokenData(**dict(zip(present, rows, strict=True)))
+        chosen, given = index.clamp(min=0), [self.weights, *self.columns.values()]
+        rows = send(torch.stack([values[chosen] for values in given]).masked_fill_(index < 0, 0.0), device)
+        return TokenData(rows[0], dict(zip(self.columns, rows[1:], strict=True)))
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""From a rollout's samples to what the losses read: weights, log-probs, advantages, returns; and figures about them.
+"""From a rollout's samples to what the losses read: weights, log-probs, advantages, returns; and metrics of them.
 
 Everything here is computed on the whole rollout, alike on every rank.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slime_retool.algo.advantages import compute_advantages
+from slime_retool.algo.advantages import AdvantageInputs, Advantages, compute_advantages
 from slime_retool.algo.importance import importance_weights, mismatch_metrics
 from slime_retool.algo.kl import kl_estimate
 from slime_retool.algo.losses import token_weights
@@ -30,6 +30,8 @@ class Prepared:
     steps: list[range]
     """The samples of each optimizer step."""
     data: TokenData
+    returns: Tensor | None = None
+    """[N] fp32, the targets of the values; None for an algorithm without values."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -47,35 +49,72 @@ def weigh(config: Config, batch: TrainBatch) -> Prepared:
 
 
 def prepare(actor: Actor, batch: TrainBatch, values: Tensor | None) -> Prepared:
-    """All that the actor's loss reads, and the returns for the critic's. Collective.
+    """All that the actor's loss reads, and the returns for the value model's. Collective.
 
-    `values` [N] are the critic's. Raises ValueError for rewards, log-probs or values that cannot be trained on.
+    `values` [N] are the value model's. Raises ValueError for rewards, log-probs or values that cannot be trained on.
     """
     config = actor.config
     prepared = weigh(config, batch)
-    if config.loss_type == "sft_loss":
+    columns, metrics = prepared.data.columns, prepared.metrics
+    columns |= _columns_of_samples(config, batch)
+    if config.loss.supervised:
         return prepared
-    segments, data = batch.segments, prepared.data
-    _require_log_probs(config, batch)
     # Where neither a later step nor the advantages need them, the old log-probs come with the forward itself.
     if config.use_rollout_logprobs:
-        data.old_log_probs = batch.rollout_log_probs
-    elif len(prepared.steps) > 1 or config.use_tis or config.kl_coef != 0:
-        data.old_log_probs = actor.log_probs(batch)
+        columns["old_log_probs"] = _rollout_log_probs(batch, "--use-rollout-logprobs")
+    elif config.recomputes_log_probs:
+        columns["old_log_probs"] = actor.log_probs(batch)
         if batch.rollout_log_probs is not None:
-            prepared.metrics |= mismatch(segments, data.old_log_probs, batch.rollout_log_probs)
-    if actor.needs_reference:
-        data.ref_log_probs = actor.reference_log_probs(batch)
-    if config.distill_coef != 0:
-        data.teacher_log_probs = batch.teacher_log_probs
+            metrics |= mismatch(batch.segments, columns["old_log_probs"], batch.rollout_log_probs)
+    if config.needs_reference:
+        columns["ref_log_probs"] = actor.reference_log_probs(batch)
+    advantages = _advantages(config, prepared, values)
+    metrics |= _spread_of("advantage", batch.segments, advantages.advantages)
+    columns["advantages"], prepared.returns = advantages.advantages, advantages.returns
+    if config.use_tis:
+        importance, tis_metrics = importance_weights(
+            batch.segments,
+            columns["old_log_probs"],
+            _rollout_log_probs(batch, "--use-tis"),
+            level=config.tis_level,
+            mode=config.tis_mode,
+            low=config.tis_clip_low,
+            high=config.tis_clip,
+        )
+        columns["advantages"] = columns["advantages"] * importance
+        metrics |= tis_metrics
+    return prepared
+
+
+def _columns_of_samples(config: Config, batch: TrainBatch) -> dict[str, Tensor]:
+    """What the run's losses need of the columns that came with the samples."""
+    chosen = {}
+    for term, _ in config.loss_terms:
+        for name in term.needs:
+            if name in batch.columns:
+                chosen[name] = batch.columns[name]
+            elif name == "rollout_log_probs":
+                chosen[name] = _rollout_log_probs(batch, term.flag)
+            elif name != "ref_log_probs":  # the trainer's own
+                raise ValueError(f"{term.flag} needs the column {name}, but not every sample of the rollout has it")
+    return chosen
+
+
+def _rollout_log_probs(batch: TrainBatch, flag: str) -> Tensor:
+    if batch.rollout_log_probs is None:
+        raise ValueError(f"{flag} needs the engine's log-probs, but not every sample of the rollout has them")
+    return batch.rollout_log_probs
+
+
+def _advantages(config: Config, prepared: Prepared, values: Tensor | None) -> Advantages:
+    batch, columns = prepared.batch, prepared.data.columns
     kl = None
     if config.kl_coef != 0:
-        assert data.old_log_probs is not None and data.ref_log_probs is not None
-        kl = kl_estimate(data.old_log_probs, data.ref_log_probs, config.kl_loss_type)
-        prepared.metrics["train/kl"] = float(segments.select(kl).mean()) if segments.num_learned else 0.0
-    result = compute_advantages(
-        config.advantage_estimator,
-        segments,
+        kl = kl_estimate(columns["old_log_probs"], columns["ref_log_probs"], config.kl_loss_type)
+        learned = batch.segments.select(kl)
+        prepared.metrics["train/kl"] = float(learned.mean()) if len(learned) else 0.0
+    inputs = AdvantageInputs(
+        batch.segments,
         batch.rewards,
         batch.groups,
         kl=kl,
@@ -84,30 +123,15 @@ def prepare(actor: Actor, batch: TrainBatch, values: Tensor | None) -> Prepared:
         gamma=config.gamma,
         lam=config.lambd,
         normalize_std=not config.disable_grpo_std_normalization,
-        whiten=config.normalize_advantages,
+        args=config,
     )
-    prepared.metrics |= _spread_of("advantage", segments, result.advantages)
-    data.advantages, data.returns = result.advantages, result.returns
-    if config.use_tis:
-        assert data.old_log_probs is not None and batch.rollout_log_probs is not None
-        importance, figures = importance_weights(
-            segments,
-            data.old_log_probs,
-            batch.rollout_log_probs,
-            level=config.tis_level,
-            mode=config.tis_mode,
-            low=config.tis_clip_low,
-            high=config.tis_clip,
-        )
-        data.advantages = data.advantages * importance
-        prepared.metrics |= figures
-    return prepared
+    return compute_advantages(config.algorithm, inputs, whiten=config.normalize_advantages)
 
 
 def mismatch(segments: Segments, train_log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, float]:
     """How far the trainer's log-probs [N] are from the engine's, under the same weights."""
-    figures = mismatch_metrics(segments, train_log_probs, rollout_log_probs, segments.turn_of())
-    return figures | {"train/logprob_abs_diff": figures["mismatch/abs_diff"]}
+    metrics = mismatch_metrics(segments, train_log_probs, rollout_log_probs, segments.turn_of())
+    return metrics | {"train/logprob_abs_diff": metrics["mismatch/abs_diff"]}
 
 
 def mismatch_of_first_step(prepared: Prepared, log_probs: Tensor) -> dict[str, float]:
@@ -117,17 +141,6 @@ def mismatch_of_first_step(prepared: Prepared, log_probs: Tensor) -> dict[str, f
     tokens = int(batch.lengths[:count].sum())
     segments = Segments(batch.lengths[:count], batch.mask[:tokens])
     return mismatch(segments, log_probs[:tokens], batch.rollout_log_probs[:tokens])
-
-
-def _require_log_probs(config: Config, batch: TrainBatch) -> None:
-    for flag, wanted, present in (
-        ("--use-rollout-logprobs", config.use_rollout_logprobs, batch.rollout_log_probs),
-        ("--use-tis", config.use_tis, batch.rollout_log_probs),
-        ("--distill-coef", config.distill_coef != 0, batch.teacher_log_probs),
-    ):
-        if wanted and present is None:
-            whose = "a teacher's" if flag == "--distill-coef" else "the engine's"
-            raise ValueError(f"{flag} needs {whose} log-probs, but not every sample of the rollout has them")
 
 
 def _spread_of(name: str, segments: Segments, values: Tensor) -> dict[str, float]:

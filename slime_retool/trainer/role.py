@@ -1,6 +1,6 @@
 """One trainable model of a run: module, data-parallel wrapper, optimizer, schedule; forward and backward over batches.
 
-Actor and critic are such roles. Several live in one process and share Megatron's parallel groups.
+Several such roles may live in one process; they share Megatron's parallel groups.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron_bridge.lora import add_adapters
 from megatron_bridge.model import build_gpt_model, packed_seq_params
 from megatron_bridge.transformer_config import transformer_config
 from megatron_bridge.zigzag import padded_length
+from slime_retool.algo.losses import TotalLoss
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 from slime_retool.trainer import checkpoint
@@ -36,7 +37,7 @@ class LossOutput:
 
     loss: Tensor  # scalar, to be summed over micro-batches, data- and context-parallel ranks
     metrics: dict[str, Tensor]
-    """Weighted sums, to be summed like the loss; which ones is the same on every rank."""
+    """Weighted sums, to be summed like the loss, which is among them."""
     per_token: Tensor  # [T] fp32, detached: what the loss was computed from (log-probs, or values)
 
 
@@ -56,89 +57,47 @@ class ModelRole(ABC):
     Megatron's groups must exist. `config` is the run's as this role sees it (its own learning rate, folders, ...).
     """
 
-    metric_names: tuple[str, ...]
-    """Of the metrics that `loss` reports, `loss` itself first."""
-    mean_names: tuple[str, ...]
-    """Of those, the ones that are means over tokens rather than parts of the loss."""
-
-    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, total_loss: TotalLoss, *, device: torch.device, dtype: torch.dtype) -> None:
         """Build everything, with random weights. Raises ConfigError for sizes that cannot be built."""
         from megatron.core import parallel_state as mpu
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.config, self.device, self.dtype = config, device, dtype
+        self.config, self.total_loss, self.device, self.dtype = config, total_loss, device, dtype
         self.tp_group = mpu.get_tensor_model_parallel_group()
         self.tp_rank, self.tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.cp_rank, self.cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
         self.cp_group = mpu.get_context_parallel_group() if self.cp_size > 1 else None
         try:
-            self.model_config = transformer_config(
-                config,
-                tp=config.tensor_model_parallel_size,
-                pp=config.pipeline_model_parallel_size,
-                cp=config.context_parallel_size,
-                ep=config.expert_model_parallel_size,
-                etp=config.expert_tensor_parallel_size,
-                sequence_parallel=config.sequence_parallel,
-                dtype=dtype,
-                decoder_first_pipeline_num_layers=config.decoder_first_pipeline_num_layers,
-                decoder_last_pipeline_num_layers=config.decoder_last_pipeline_num_layers,
-                recompute_granularity=None if config.recompute_granularity == "none" else config.recompute_granularity,
-                recompute_method=config.recompute_method,
-                recompute_num_layers=config.recompute_num_layers,
-                recompute_modules=config.recompute_modules,
-                transformer_impl=config.transformer_impl,
-            )
+            self.model_config = _transformer_config(config, dtype)
+            module = self._build_module()
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=config.accumulate_allreduce_grads_in_fp32,
-            # Megatron's sharded optimizer takes CUDA tensors only; on the CPU every replica keeps all of it.
-            use_distributed_optimizer=config.use_distributed_optimizer and config.on_cuda,
-            overlap_grad_reduce=config.overlap_grad_reduce,
-            overlap_param_gather=config.overlap_param_gather,
-        )
-        self.model = DistributedDataParallel(
-            config=self.model_config, ddp_config=ddp_config, module=self._build_module().to(device)
-        )
+        self.model = _data_parallel(config, self.model_config, module.to(device))
         self.optimizer = build_optimizer(config, self.model, dtype)
         self.scheduler = build_scheduler(config, self.optimizer)
         self._has_stepped = False
         """Whether the optimizer has any state. A step that is skipped gives it none."""
-        self.model_config.no_sync_func = self.model.no_sync
-
-        def finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-            finalize_model_grads(model, None, **kwargs)
-
-        self.model_config.finalize_model_grads_func = finalize
         self._forward_backward = get_forward_backward_func()
 
     def _build_module(self) -> Any:
+        """This rank's part of the model. Raises ValueError for sizes that cannot be built."""
         from megatron.core import parallel_state as mpu
 
         lora = self.config.lora
-        try:
-            module = build_gpt_model(
-                self.config,
-                self.model_config,
-                pre_process=mpu.is_pipeline_first_stage(),
-                post_process=mpu.is_pipeline_last_stage(),
-                transformer_impl=self.config.transformer_impl,
-                attention_backend=self.config.attention_backend,
-                output="hidden",
-                # Frozen weights have no gradient buffer to add to.
-                gradient_accumulation_fusion=self.config.gradient_accumulation_fusion and lora is None,
-            )
-            if lora is not None:
-                add_adapters(module, lora, seed=self.config.seed)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        module = build_gpt_model(
+            self.config,
+            self.model_config,
+            pre_process=mpu.is_pipeline_first_stage(),
+            post_process=mpu.is_pipeline_last_stage(),
+            transformer_impl=self.config.transformer_impl,
+            attention_backend=self.config.attention_backend,
+            output="hidden",
+            # Frozen weights have no gradient buffer to add to.
+            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion and lora is None,
+        )
+        if lora is not None:
+            add_adapters(module, lora, seed=self.config.seed)
         return module
 
     @abstractmethod
@@ -217,9 +176,8 @@ class ModelRole(ABC):
 
         def on_output(packed: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             result = self.loss(packed, output)
-            values = {"loss": result.loss.detach(), **result.metrics}
             zero = result.loss.new_zeros(())
-            reports.append(torch.stack([values.get(name, zero) for name in self.metric_names]))
+            reports.append(torch.stack([result.metrics.get(name, zero) for name in self.total_loss.names]))
             if with_per_token:
                 parts.append((packed.target_index, result.per_token))
             # Megatron wants (loss, number of tokens, what to report).
@@ -228,22 +186,26 @@ class ModelRole(ABC):
         micro_batches = self.micro_batches(batch, samples)
         lr = current_lr(self.optimizer)
         self._run(batch, micro_batches, data, on_output)
-        # Every tensor-parallel rank of a last stage holds the same sums: one of them speaks.
-        total = torch.zeros(len(self.metric_names), device=self.device)
-        if reports and self.tp_rank == 0:
-            total = torch.stack(reports).sum(0)
-        dist.all_reduce(total)
+        metrics = self._sum_of_all_ranks(reports)
         norm, updated = optimizer_step(self.optimizer, self.scheduler, self.config.clip_grad)
         self._has_stepped |= updated
-        metrics = dict(zip(self.metric_names, total.tolist(), strict=True))
         # With --loss-constant-length the weights do not add up to 1.
         tokens = slice(*(int(batch.lengths[:end].sum()) for end in (samples.start, samples.stop)))
         total_weight = float(data.weights[tokens].double().sum())
-        for name in self.mean_names:
+        for name in self.total_loss.means:
             metrics[name] /= total_weight or 1.0
         metrics |= {"grad_norm": norm, "lr": lr, "skipped_steps": float(not updated)}
         per_token = self._everywhere(parts, batch.num_tokens) if with_per_token else None
         return StepResult(metrics, len(micro_batches), per_token)
+
+    def _sum_of_all_ranks(self, reports: list[Tensor]) -> dict[str, float]:
+        """The metrics of all micro-batches. Every tensor-parallel rank of a last stage has the same: one speaks."""
+        names = self.total_loss.names
+        total = torch.zeros(len(names), device=self.device)
+        if reports and self.tp_rank == 0:
+            total = torch.stack(reports).sum(0)
+        dist.all_reduce(total)
+        return dict(zip(names, total.tolist(), strict=True))
 
     def settle(self) -> None:
         """Let the parameters be whole after optimizer steps, for whoever reads them before the next forward."""
@@ -325,3 +287,44 @@ class ModelRole(ABC):
         flat = unpack(parts if self.tp_rank == 0 else [], num_tokens).to(self.device)
         dist.all_reduce(flat)
         return flat.cpu()
+
+
+def _transformer_config(config: Config, dtype: torch.dtype) -> Any:
+    """Megatron's. Raises ValueError for sizes that do not go together."""
+    return transformer_config(
+        config,
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        cp=config.context_parallel_size,
+        ep=config.expert_model_parallel_size,
+        etp=config.expert_tensor_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        dtype=dtype,
+        decoder_first_pipeline_num_layers=config.decoder_first_pipeline_num_layers,
+        decoder_last_pipeline_num_layers=config.decoder_last_pipeline_num_layers,
+        recompute_granularity=None if config.recompute_granularity == "none" else config.recompute_granularity,
+        recompute_method=config.recompute_method,
+        recompute_num_layers=config.recompute_num_layers,
+        recompute_modules=config.recompute_modules,
+        transformer_impl=config.transformer_impl,
+    )
+
+
+def _data_parallel(config: Config, model_config: Any, module: Any) -> Any:
+    """The module in Megatron's wrapper, which sums gradients over replicas; its hooks stand in `model_config`."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.accumulate_allreduce_grads_in_fp32,
+        # Megatron's sharded optimizer takes CUDA tensors only; on the CPU every replica keeps all of it.
+        use_distributed_optimizer=config.use_distributed_optimizer and config.on_cuda,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+    )
+    model = DistributedDataParallel(config=model_config, ddp_config=ddp_config, module=module)
+
+    def finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+        finalize_model_grads(model, None, **kwargs)
+
+    model_config.no_sync_func, model_config.finalize_model_grads_func = model.no_sync, finalize
+    return model

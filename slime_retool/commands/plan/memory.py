@@ -238,11 +238,6 @@ def host_memory(config: Config, trainer: TrainerMemory) -> int:
     held = trainer.host_optimizer
     if config.offloads_train:
         held += trainer.weights + trainer.optimizer + trainer.others
-    if needs_reference(config) and config.lora is None:
+    if config.needs_reference and config.lora is None:
         held += 2 * trainer.weights
     return held * config.actor_num_gpus_per_node
-
-
-def needs_reference(config: Config) -> bool:
-    """Whether log-probs of the reference model are made (`trainer.actor.Actor.needs_reference`)."""
-    return config.loss_type == "policy_loss" and (config.use_kl_loss or config.kl_coef != 0)

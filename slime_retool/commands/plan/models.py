@@ -1,11 +1,10 @@
-"""The models that a run trains: the actor and, with PPO, a critic in the same processes or in its own."""
+"""The models that a run trains, as far as a plan tells them apart."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from slime_retool.config import Config
-from slime_retool.config.algorithm import check_critic_processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +20,17 @@ class TrainedModel:
     """It has processes of its own, which train while the first model's do."""
 
 
-def check_models(config: Config) -> None:
-    """Refuse (ConfigError) processes of a further model that the parallel sizes do not divide."""
-    check_critic_processes(config)
-
-
 def trained_models(config: Config) -> list[TrainedModel]:
     """The first one is the policy."""
-    models = [TrainedModel("actor", config, has_logits=True, apart=False)]
-    if config.uses_critic:
-        *others, (_, own) = config.trainer_groups
-        models.append(TrainedModel("critic", replace(own, lora_rank=None), has_logits=False, apart=bool(others)))
-    return models
+    apart = len(config.trainer_groups) > 1
+    # A model without logits has no output layer at all, so that layer's weights are not its own ones either.
+    tied = config.untie_embeddings_and_output_weights
+    return [
+        TrainedModel(
+            role.name,
+            replace(role.config, untie_embeddings_and_output_weights=tied),
+            has_logits=index == 0,
+            apart=apart and index > 0,
+        )
+        for index, role in enumerate(config.roles)
+    ]

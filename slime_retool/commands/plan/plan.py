@@ -17,13 +17,13 @@ from slime_retool.commands.plan.memory import (
     host_memory,
     memory_apart,
     micro_batches,
-    needs_reference,
     trainer_memory,
 )
-from slime_retool.commands.plan.models import check_models, trained_models
+from slime_retool.commands.plan.models import trained_models
 from slime_retool.commands.plan.timing import forward_seconds, train_seconds
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
+from slime_retool.config.algorithm import check_groups
 from slime_retool.config.engines import check_engines
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.validate import check_batches, check_precision
@@ -117,7 +117,7 @@ def check_layout(config: Config) -> None:
     batch, and options that do not go together."""
     check_parallel(config)
     check_batches(config)
-    check_models(config)
+    check_groups(config)
     check_precision(config)
     check_engines(config)
 
@@ -168,10 +168,7 @@ def find_problems(card: Card, workload: Workload, engine: EngineMemory | None, m
 
 
 def _step_time(config: Config, card: Card, workload: Workload, trainer: TrainerMemory) -> StepTime:
-    passes = 0
-    if config.loss_type == "policy_loss":
-        recomputed = config.steps_per_rollout > 1 or config.use_tis or config.kl_coef != 0
-        passes = int(recomputed and not config.use_rollout_logprobs) + int(needs_reference(config))
+    passes = int(config.recomputes_log_probs) + int(config.needs_reference)
     train, others = train_seconds(config, card, workload), 0.0
     for model in trained_models(config)[1:]:
         trained = train_seconds(model.config, card, workload, logits=model.has_logits)
