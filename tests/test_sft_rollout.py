@@ -15,7 +15,7 @@ from slime_retool.data.readers import write_rows
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import DataError
 from slime_retool.rollout.context import RolloutContext
-from slime_retool.rollout.held_out import held_out_figures, held_out_samples
+from slime_retool.rollout.held_out import held_out_metrics, held_out_samples
 from slime_retool.rollout.sft_rollout import generate_rollout
 from slime_retool.types import TrainSample
 
@@ -129,8 +129,8 @@ def test_held_out_conversations_are_tokenized_like_training_ones_in_file_order(t
 
 def test_the_validation_loss_is_the_mean_over_supervised_tokens():
     samples = [TrainSample([1, 2, 3], [0, 1, 1]), TrainSample([1, 2], [0, 1])]
-    figures = held_out_figures("h", samples, [9.0, -1.0, -2.0, 9.0, -3.0])
-    assert figures == {
+    metrics = held_out_metrics("h", samples, [9.0, -1.0, -2.0, 9.0, -3.0])
+    assert metrics == {
         "eval/h/loss": 2.0, "eval/h/perplexity": pytest.approx(2.718281828459045**2), "eval/h/samples": 2.0,
         "eval/h/supervised_tokens": 3.0,
     }  # fmt: skip

@@ -30,7 +30,8 @@ class RewardRunner:
     """
 
     def __init__(self, function: RewardFn, name: str, *, timeout: float | None) -> None:
-        self._function, self._name, self._timeout = function, name, timeout
+        self._function: Callable[..., Any] = function
+        self._name, self._timeout = name, timeout
         self._is_async = is_async(function)
         self._turns = asyncio.Semaphore(THREADS)
 
@@ -73,7 +74,7 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
     def work() -> None:
         try:
-            outcome = (context.run(function, *arguments), None)
+            outcome: tuple[Any, Exception | None] = (context.run(function, *arguments), None)
         except Exception as error:
             outcome = (None, error)
         with suppress(RuntimeError):  # the loop is gone: nobody waits any more

@@ -89,7 +89,7 @@ class RouterClient:
         return parse_prompt_log_probs(reply, input_ids)
 
     def take_stats(self) -> EngineStats:
-        """The figures since the last call; starts counting anew."""
+        """The metrics since the last call; starts counting anew."""
         stats, self._stats = self._stats, EngineStats()
         return stats
 

@@ -52,8 +52,8 @@ class SuffixFrame:
         codec, frame = self._codec, self._frame(count)
         if frame is None:
             return lambda texts: codec.encode(self._render(texts))
-        pieces = [codec.split_at_added(piece) for piece in frame]
-        if None in pieces:
+        pieces = [split for piece in frame if (split := codec.split_at_added(piece)) is not None]
+        if len(pieces) < len(frame):
             return lambda texts: codec.encode(_fill(frame, texts))
 
         def encode(texts: Sequence[str]) -> list[int]:
