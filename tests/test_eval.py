@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -217,6 +218,20 @@ async def test_calls_of_a_chat_model_are_run_and_answered_in_order():
     assert (sample.num_turns, sample.num_tool_calls, sample.num_malformed_calls) == (2, 1, 2)
     assert sample.metadata["completion_tokens"] == 14 and seen[0]["key"] == "Bearer k"
     assert seen[1]["max_tokens"] == 93
+
+
+async def test_a_long_output_is_cut_and_its_last_line_stays():
+    async def run(arguments: dict[str, Any]) -> str:
+        return "first\n" + "x" * 400 + "\n" + "y" * 60 + "TOTAL 42\n"
+
+    registry = ToolRegistry([Tool("show", "Shows.", {"type": "object"}, run)])
+    budgets = LoopBudgets(max_response_tokens=100, max_observation_tokens=25)
+    async with endpoint(reply(calls=[call("show", "{}")]), reply("42")) as (client, seen):
+        await run_chat_loop(client, registry, Sample(prompt="go"), PARAMS, budgets, registry.schemas())
+    shown = seen[1]["messages"][-1]["content"]
+    head, note, tail = re.split(r"\n(.*omitted.*)\n", shown)
+    assert tail == "y" * 60 + "TOTAL 42" and len(head) + len(tail) == 100 and head.startswith("first\n")
+    assert note == f"... [{len('first') + 1 + 400 + 1 + 68 - 100} characters omitted] ..."
 
 
 @pytest.mark.parametrize("budget", [{"max_turns": 2}, {"max_tool_calls": 1}, {"max_response_tokens": 14}])

@@ -7,7 +7,7 @@ for the asyncio tasks of one rollout manager (a context variable, so two manager
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class RolloutContext:
     """None in training-only runs (SFT)."""
     chat: ChatEngine | None = None
     """Takes the engine's place when a model behind a chat API is evaluated."""
-    _resources: dict[str, Any] = field(default_factory=dict)
+    _resources: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @cached_property
@@ -45,22 +45,12 @@ class RolloutContext:
         if key not in self._resources:
             manager = make(self.config)
             # Stored before the first await, so that concurrent callers wait for one and the same entry.
-            self._resources[key] = _Entered(self._stack.enter_async_context(manager))
-        return await self._resources[key].value()
+            self._resources[key] = asyncio.ensure_future(self._stack.enter_async_context(manager))
+        return await asyncio.shield(self._resources[key])
 
     async def aclose(self) -> None:
         self._resources.clear()
         await self._stack.aclose()
-
-
-class _Entered:
-    """A resource that is entered once, however many tasks wait for it."""
-
-    def __init__(self, entering: Awaitable[Any]) -> None:
-        self._task = asyncio.ensure_future(entering)
-
-    async def value(self) -> Any:
-        return await asyncio.shield(self._task)
 
 
 _current: ContextVar[RolloutContext] = ContextVar("rollout_context")
