@@ -77,7 +77,7 @@ def samples(case: str, rollout_id: int) -> list[Any]:
 def give_teacher_log_probs(sample: Any, log_probs: list[float]) -> None:
     from array import array
 
-    sample.teacher_log_probs = array("f", log_probs)
+    sample.columns["teacher_log_probs"] = array("f", log_probs)
 
 
 def make_trainer(folder: Path, flags: list[str]) -> Any:

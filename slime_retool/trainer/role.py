@@ -27,6 +27,8 @@ from slime_retool.trainer.batching import MicroBatch, schedule
 from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, current_lr, optimizer_step
 from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packed_tokens, packing_multiple, unpack
 
+_REPORT_WIDTH = 8
+
 PerToken = Callable[[PackedBatch, Tensor], Tensor]
 """(micro-batch, the model's output) -> one value per position [T]."""
 
@@ -203,7 +205,9 @@ class ModelRole(ABC):
         names = self.total_loss.names
         total = torch.zeros(len(names), device=self.device)
         if reports and self.tp_rank == 0:
-            total = torch.stack(reports).sum(0)
+            # Rows of another width are added in another order: no metric may depend on which others are on.
+            padding = -len(names) % _REPORT_WIDTH
+            total = torch.nn.functional.pad(torch.stack(reports), (0, padding)).sum(0)[: len(names)]
         dist.all_reduce(total)
         return dict(zip(names, total.tolist(), strict=True))
 
