@@ -19,7 +19,8 @@ from slime_retool.rollout.generate import generate
 from slime_retool.rollout.hooks import BusyTime
 from slime_retool.rollout.rl_rollout import generate_rollout
 from slime_retool.rollout.sample_metrics import source_metrics
-from slime_retool.rollout.sampling import evaluation_sampling_params, remaining_tokens, training_sampling_params
+from slime_retool.rollout.sampling import evaluation_sampling_params, training_sampling_params
+from slime_retool.tool_use import LoopBudgets
 from slime_retool.types import RolloutBatch, Sample, SampleStatus
 
 SPREAD = "slime_retool.rollout.filters.check_reward_nonzero_std"
@@ -291,12 +292,11 @@ async def test_generated_again_a_sample_starts_from_its_prompt(tmp_path):
     assert dataclasses.asdict(sample) == once
 
 
-def test_remaining_tokens_count_the_response_in_both_budgets(tmp_path):
-    config = make_config(tmp_path, rollout_max_context_len=100)
-    params = {"max_new_tokens": 50}
-    assert remaining_tokens(config, params, prompt_length=20, response_length=10) == 40
-    assert remaining_tokens(config, params, prompt_length=70, response_length=10) == 20
-    assert remaining_tokens(config, params, prompt_length=90, response_length=15) == -5
+def test_remaining_tokens_count_the_response_in_both_budgets():
+    budgets = LoopBudgets(max_response_tokens=50, max_context_tokens=100)
+    for prompt, response, left in ((20, 10, 40), (70, 10, 20), (90, 15, -5)):
+        sample = Sample(prompt="", tokens=[0] * (prompt + response), response_length=response)
+        assert budgets.remaining(sample) == left
 
 
 def test_sampling_parameters_come_from_the_flags(tmp_path):

@@ -33,20 +33,6 @@ def evaluation_sampling_params(config: Config) -> dict[str, Any]:
     )
 
 
-def remaining_tokens(
-    config: Config, sampling_params: dict[str, Any], *, prompt_length: int, response_length: int = 0
-) -> int:
-    """Tokens that the next turn may have; 0 or less when the budget is used up.
-
-    The response (observations included) has at most `sampling_params["max_new_tokens"]` tokens; prompt and response
-    together at most `rollout_max_context_len`.
-    """
-    left = sampling_params["max_new_tokens"] - response_length
-    if config.rollout_max_context_len is not None:
-        left = min(left, config.rollout_max_context_len - prompt_length - response_length)
-    return left
-
-
 def _sampling_params(
     config: Config, *, temperature: float, top_p: float, top_k: int, max_new_tokens: int
 ) -> dict[str, Any]:

@@ -58,6 +58,16 @@ class LoopBudgets:
             left = min(left, self.max_context_tokens - len(sample.tokens))
         return left
 
+    def start(self, sample: Sample, prompt: list[int]) -> None:
+        """Begin `sample` anew with these ids. Raises RolloutError when they leave no room for a response."""
+        sample.reset()
+        sample.tokens = prompt
+        if self.remaining(sample) < 1:
+            raise RolloutError(
+                f"a prompt of {len(prompt)} tokens leaves no room for a response within --rollout-max-context-len "
+                f"{self.max_context_tokens}; raise it, or leave such prompts out with --rollout-max-prompt-len"
+            )
+
     def calls_left(self, sample: Sample) -> int:
         """Calls of its last turn that may be executed; none when there may be no further turn to show their results."""
         return 0 if sample.num_turns >= self.max_turns else max(0, self.max_tool_calls - sample.num_tool_calls)
@@ -103,13 +113,7 @@ async def run_tool_loop(
 
     Raises EngineError or ToolUnavailable on an outage, RolloutError when the prompt leaves no room for a response.
     """
-    sample.reset()
-    sample.tokens = tool_format.prompt_ids(sample.prompt)
-    if budgets.remaining(sample) < 1:
-        raise RolloutError(
-            f"the prompt has {len(sample.tokens)} tokens and leaves no room for a response within "
-            f"rollout_max_context_len {budgets.max_context_tokens}; raise it or set rollout_max_prompt_len"
-        )
+    budgets.start(sample, tool_format.prompt_ids(sample.prompt))
     params = _with_stop(sampling_params, tool_format.stop)
     session = str(sample.index)
     turn_start = len(sample.tokens)
@@ -120,7 +124,7 @@ async def run_tool_loop(
             # A copy: the engine must not see ids that are appended while it still holds the request.
             request = list(sample.tokens), {**params, "max_new_tokens": limit}
             completion = await engine.generate(*request, session=session)
-            _append_turn(sample, completion, limit)
+            append_turn(sample, completion, limit)
             if completion.finish_reason == "abort":
                 sample.status = SampleStatus.ABORTED
             elif completion.finish_reason == "length":
@@ -151,7 +155,8 @@ def _with_stop(sampling_params: dict[str, Any], texts: Sequence[str]) -> dict[st
     return {**sampling_params, "stop": [*given, *texts], "no_stop_trim": True}
 
 
-def _append_turn(sample: Sample, completion: Completion, limit: int) -> None:
+def append_turn(sample: Sample, completion: Completion, limit: int) -> None:
+    """What the engine wrote, as it is. Raises EngineError when it has more than `limit` tokens or other log-probs."""
     if len(completion.ids) != len(completion.log_probs) or len(completion.ids) > limit:
         raise EngineError(
             f"the engine must return one log-prob for each of at most {limit} tokens, got {len(completion.ids)} "
