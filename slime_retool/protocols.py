@@ -153,7 +153,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 def _check_signature(function: Callable[..., Any], hook: type, where: str) -> None:
     """Raise ConfigError for a function that a call as `hook` would fail on, as far as that shows without a call."""
     try:
-        found = inspect.signature(function)
+        found = inspect.signature(function, follow_wrapped=False)  # a decorator may give or take arguments
     except (TypeError, ValueError):  # of a builtin nothing is known
         return
     names = [name for name in inspect.signature(hook.__call__).parameters if name != "self"]
@@ -164,7 +164,7 @@ def _check_signature(function: Callable[..., Any], hook: type, where: str) -> No
         found.bind(*names)
     except TypeError as error:
         problem = f"cannot be called with these {len(names)} arguments ({error})"
-    if awaited is not None and not is_async(function):
+    if awaited is not None and not is_async(function) and not is_async(inspect.unwrap(function)):
         generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
         if generator or inspect.isclass(function) or found.return_annotation in (awaited, awaited.__name__):
             problem = problem or "returns what cannot be awaited"

@@ -71,6 +71,16 @@ def test_hooks_that_can_be_called_are_taken_as_they_are(load):
         assert load(flag, function) is function
 
 
+def test_a_decorated_hook_is_judged_by_what_is_called(load):
+    async def with_client(client, args, sample, sampling_params) -> Sample: ...
+
+    @functools.wraps(with_client)
+    def hook(*given):
+        return with_client("client", *given)
+
+    assert load(GENERATE, hook) is hook
+
+
 def test_a_builtin_without_a_signature_is_taken(load):
     assert load(FILTER, max) is max
 

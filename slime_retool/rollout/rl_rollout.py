@@ -136,7 +136,7 @@ class _Sampling:
 
     @property
     def reward_seconds(self) -> float:
-        """In which at least one sample waited for its reward, mostly while others were still generated."""
+        """Seconds in which at least one sample waited for its reward, mostly while others were still generated."""
         return self._hooks.reward_time.seconds
 
     def metrics(self) -> dict[str, float]:
