@@ -87,13 +87,13 @@ async def answer_calls(
     executed = [call for call in calls if isinstance(call, ToolCall)][: budgets.calls_left(sample)]
     results = iter(await registry.execute_all(executed))
     sample.num_tool_calls += len(executed)
-    not_run = f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools."
+    not_run = ToolResult(f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools.")
     texts = []
     for call in calls:
         if isinstance(call, ToolCallError):
             texts.append(fit(call.message))
         else:
-            result = next(results, ToolResult(not_run))
+            result = next(results, not_run)
             sample.num_tool_errors += result.is_error
             texts.append(fit(result.text))
     return texts
