@@ -202,7 +202,7 @@ def engine_config(args: argparse.Namespace, work: Path, checkpoint: Path) -> Con
 
 
 def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    from slime_retool.data.rendering import load_tokenizer
+    from slime_retool.chat import load_tokenizer
     from slime_retool.engine.router import RouterProcess
     from slime_retool.engine.server import EngineProcess
     from slime_retool.rollout.engine_client import RouterClient

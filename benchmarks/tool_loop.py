@@ -32,7 +32,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from slime_retool.protocols import Completion
-from slime_retool.rollout.collector import settle_garbage_collector
+from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.tool_use import FORMATS, LoopBudgets, Tool, ToolFormat, ToolRegistry, make_format, run_tool_loop
 from slime_retool.types import Sample, SampleStatus
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 from slime_retool.errors import ConfigError
-from slime_retool.types import Message, Sample, ToolSchema
+from slime_retool.types import Message, RolloutBatch, Sample, ToolSchema
 
 
 class GenerateFn(Protocol):
@@ -18,13 +19,24 @@ class GenerateFn(Protocol):
     `args` is the run's `Config`; `sampling_params` are SGLang's (`temperature`, `max_new_tokens`, ...).
     """
 
-    def __call__(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Awaitable[Sample]: ...
+    def __call__(self, args: Any, sample: Sample, sampling_params: dict[str, Any], /) -> Awaitable[Sample]: ...
 
 
 class RewardFn(Protocol):
-    """`--custom-rm-path`: score a generated sample with a number, or a dict that holds `--reward-key`."""
+    """`--custom-rm-path`: score a generated sample with a number, or a dict that holds `--reward-key`.
 
-    def __call__(self, args: Any, sample: Sample, **kwargs: Any) -> Awaitable[float | dict[str, Any]]: ...
+    A plain function runs in a thread (see `reward.runner`).
+    """
+
+    def __call__(
+        self, args: Any, sample: Sample, /
+    ) -> Awaitable[float | dict[str, Any]] | float | dict[str, Any]: ...
+
+
+class FilterFn(Protocol):
+    """`--dynamic-sampling-filter-path`: whether a group's scored samples are worth training on."""
+
+    def __call__(self, args: Any, group: list[Sample], /) -> bool: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,6 +79,21 @@ class DataSource(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RolloutFn(Protocol):
+    """`--rollout-function-path`: make one training batch. `context` is a `rollout.context.RolloutContext`."""
+
+    def __call__(self, context: Any, data: DataSource, rollout_id: int, /) -> Awaitable[RolloutBatch]: ...
+
+
+HOOKS: dict[str, type] = {
+    "--rollout-function-path": RolloutFn,
+    "--custom-generate-function-path": GenerateFn,
+    "--custom-rm-path": RewardFn,
+    "--dynamic-sampling-filter-path": FilterFn,
+}
+"""Flag -> what the function is that it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +140,40 @@ def load_object(path: str, flag: str, kind: str = "name") -> Any:
 
 
 def load_function(path: str, flag: str = "path") -> Callable[..., Any]:
-    """`load_object` of a function. Raises ConfigError for what cannot be called, too."""
+    """`load_object` of a function. Raises ConfigError for what cannot be called, or not as `HOOKS` says for `flag`."""
     function = load_object(path, flag, "function")
     if not callable(function):
         raise ConfigError(f"{flag} {path!r} is a {type(function).__name__} and not a function")
+    if flag in HOOKS:
+        _check_signature(function, HOOKS[flag], f"{flag} {path!r}")
     return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is a coroutine function, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _check_signature(function: Callable[..., Any], hook: type, where: str) -> None:
+    """Raise ConfigError for a function that a call as `hook` would fail on, as far as that shows without a call."""
+    try:
+        found = inspect.signature(function, follow_wrapped=False)  # a decorator may give or take arguments
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return
+    names = [name for name in inspect.signature(hook.__call__).parameters if name != "self"]
+    result = get_type_hints(hook.__call__)["return"]
+    awaited = get_args(result)[0] if get_origin(result) is Awaitable else None
+    problem = ""
+    try:
+        found.bind(*names)
+    except TypeError as error:
+        problem = f"cannot be called with these {len(names)} arguments ({error})"
+    if awaited is not None and not is_async(function) and not is_async(inspect.unwrap(function)):
+        generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        if generator or inspect.isclass(function) or found.return_annotation in (awaited, awaited.__name__):
+            problem = problem or "returns what cannot be awaited"
+    if result is bool and is_async(function):
+        problem = problem or "is async, so that its answer would always count as true"
+    if problem:
+        right = f"{'def' if result is bool else 'async def'} {hook.__name__}({', '.join(names)})"
+        raise ConfigError(f"{where}, with the signature {found}, {problem}; it must be like: {right}")

@@ -205,11 +205,11 @@ class Loop:
 
     def _validate(self) -> dict[str, float]:
         """SFT: the loss on held-out conversations."""
-        from slime_retool.rollout.held_out import held_out_figures
+        from slime_retool.rollout.held_out import held_out_metrics
 
         metrics: dict[str, float] = {}
         for name, samples in self._rollout.held_out().items():
-            metrics |= held_out_figures(name, samples, self._cluster.trainers.log_probs(samples))
+            metrics |= held_out_metrics(name, samples, self._cluster.trainers.log_probs(samples))
         return metrics
 
     def _export(self, source: str) -> None:

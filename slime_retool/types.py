@@ -190,7 +190,7 @@ class TrainSample:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """One rollout's training samples and the figures that describe it."""
+    """One rollout's training samples and the metrics that describe it."""
 
     samples: list[TrainSample]
     metrics: dict[str, float] = field(default_factory=dict)

@@ -17,8 +17,13 @@ from slime_retool.types import RolloutBatch, Sample
 class CharTokenizer:
     """One id per character."""
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(c) for c in text]}
+    chat_template = "none of the prompts needs it"
+    is_fast = False
+    added_tokens_decoder: dict[int, Any] = {}
+    all_special_ids: list[int] = []
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(c) for c in text]
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(map(chr, ids))

@@ -16,7 +16,7 @@ import pytest
 from slime_retool import __version__
 from slime_retool.cli import COMMANDS, main
 from slime_retool.errors import ConfigError, EngineError, SaveError, run_command
-from slime_retool.rollout.dump import dump_samples
+from slime_retool.rollout.transcripts import dump_samples
 from slime_retool.types import Sample, SampleStatus
 
 ROOT = Path(__file__).parents[1]

@@ -376,7 +376,7 @@ def test_the_loss_of_sft_alone_makes_a_run_of_sft(run_args):
     assert (config.rollout_function_path, config.debug_train_only, config.num_engines) == (own, True, 0)
     spelled = {"--rollout-function-path": own, "--debug-train-only": None, "--n-samples-per-prompt": "1"}
     assert checked(run_args | {"--loss-type": "sft_loss"} | spelled) == config == resolve(config)
-    other = {"--rollout-function-path": "slime_retool.rollout.filters.check_reward_nonzero_std"}
+    other = {"--rollout-function-path": "rollout_hooks.rollout_that_fails"}
     assert checked(run_args | {"--loss-type": "sft_loss"} | other).rollout_function_path == other.popitem()[1]
     with pytest.raises(ConfigError, match="--loss-type sft_loss .*--debug-rollout-only"):
         checked(run_args | {"--loss-type": "sft_loss", "--debug-rollout-only": None})

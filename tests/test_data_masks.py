@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_rendering import TOOLS, assistant, byte_tokenizer, template_ids, tool, user
 
-from slime_retool.data.rendering import tokenize_conversation
+from slime_retool.chat import ChatTemplate
+from slime_retool.data.loss_mask import tokenize_conversation
 from slime_retool.errors import DataError
 from slime_retool.rollout.sft_tokens import ConversationTokenizer
 
@@ -87,7 +88,7 @@ def written_by_qwen3(messages) -> list[str]:
 @given(conversations(with_thoughts=True))
 def test_qwen25_supervises_exactly_what_the_assistant_wrote(messages):
     tokenizer = byte_tokenizer(QWEN25)
-    ids, mask = tokenize_conversation(tokenizer, messages, SCHEMA)
+    ids, mask = tokenize_conversation(ChatTemplate(tokenizer), messages, SCHEMA)
     assert ids == template_ids(tokenizer, messages, SCHEMA)
     assert supervised(ids, mask, tokenizer) == written_by_qwen25(messages)
 
@@ -96,7 +97,7 @@ def test_qwen25_supervises_exactly_what_the_assistant_wrote(messages):
 @given(conversations(with_thoughts=True))
 def test_qwen3_supervises_exactly_what_its_template_keeps_of_the_assistant(messages):
     tokenizer = byte_tokenizer(QWEN3)
-    ids, mask = tokenize_conversation(tokenizer, messages, SCHEMA)
+    ids, mask = tokenize_conversation(ChatTemplate(tokenizer), messages, SCHEMA)
     assert ids == template_ids(tokenizer, messages, SCHEMA)
     assert supervised(ids, mask, tokenizer) == written_by_qwen3(messages)
 
@@ -151,7 +152,7 @@ def test_smollm2_refuses_tools_in_the_format_that_its_template_would_drop():
 def test_smollm2_masks_plain_conversations_also_with_tool_turns():
     tokenizer = byte_tokenizer(SMOLLM2)
     messages = [user("q"), assistant("x"), tool("1"), assistant("y")]
-    ids, mask = tokenize_conversation(tokenizer, messages)
+    ids, mask = tokenize_conversation(ChatTemplate(tokenizer), messages)
     assert supervised(ids, mask, tokenizer) == ["x<|im_end|>", "y<|im_end|>"]
 
 

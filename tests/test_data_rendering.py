@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_retool.data.rendering import load_tokenizer, render_prompt, tokenize_conversation
+from slime_retool.chat import ChatTemplate, load_tokenizer
+from slime_retool.data.loss_mask import tokenize_conversation
 from slime_retool.errors import ConfigError, DataError
 
 # Earlier reasoning is dropped, the last turn always opens a think block, tool replies in a row share a user turn.
@@ -79,7 +80,7 @@ def template_ids(tokenizer, messages, tools):
 def supervised_texts(messages, tools=None, tokenizer=None):
     """The supervised runs of tokens, decoded, after checking that the ids are the template's own."""
     tokenizer = tokenizer or byte_tokenizer()
-    ids, mask = tokenize_conversation(tokenizer, messages, tools)
+    ids, mask = tokenize_conversation(ChatTemplate(tokenizer), messages, tools)
     assert ids == template_ids(tokenizer, messages, tools)
     assert len(mask) == len(ids) and set(mask) <= {0, 1}
     texts, run = [], []
@@ -124,7 +125,7 @@ def test_control_text_in_tool_output_or_question_does_not_move_the_mask():
 
 def test_control_text_in_an_assistant_message_is_refused():
     with pytest.raises(DataError, match=r"message 1 holds '<\|im_end\|>'"):
-        tokenize_conversation(byte_tokenizer(), [user("q"), assistant("a<|im_end|>b")])
+        tokenize_conversation(ChatTemplate(byte_tokenizer()), [user("q"), assistant("a<|im_end|>b")])
 
 
 def test_a_generation_prompt_that_opens_the_reasoning_is_not_supervised():
@@ -145,12 +146,12 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
 def test_a_template_that_drops_tool_calls_is_refused():
     messages = [user("q"), assistant("", "x"), tool("1"), assistant("y")]
     with pytest.raises(DataError, match="does not write the tool calls of message 1"):
-        tokenize_conversation(byte_tokenizer(PLAIN + PROMPT), messages)
+        tokenize_conversation(ChatTemplate(byte_tokenizer(PLAIN + PROMPT)), messages)
 
 
 def test_a_template_that_never_shows_the_tools_is_refused():
     with pytest.raises(DataError, match="does not show the tool 'code_interpreter'"):
-        tokenize_conversation(byte_tokenizer(PLAIN + PROMPT), [user("q"), assistant("y")], TOOLS)
+        tokenize_conversation(ChatTemplate(byte_tokenizer(PLAIN + PROMPT)), [user("q"), assistant("y")], TOOLS)
 
 
 def test_a_template_without_an_assistant_header_or_end_token_is_refused():
@@ -159,18 +160,18 @@ def test_a_template_without_an_assistant_header_or_end_token_is_refused():
         "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}assistant: ",
     ):
         with pytest.raises(DataError, match="begin with a header|cannot be told apart"):
-            tokenize_conversation(byte_tokenizer(template), [user("q"), assistant("y")])
+            tokenize_conversation(ChatTemplate(byte_tokenizer(template)), [user("q"), assistant("y")])
 
 
 def test_a_conversation_that_the_template_refuses_is_a_data_error():
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="roles must alternate"):
-        render_prompt(byte_tokenizer(template), [user("q")])
+        ChatTemplate(byte_tokenizer(template)).prompt_ids([user("q")])
 
 
 def test_a_conversation_without_assistant_is_refused():
     with pytest.raises(DataError, match="at least one assistant message"):
-        tokenize_conversation(byte_tokenizer(), [user("q")])
+        tokenize_conversation(ChatTemplate(byte_tokenizer()), [user("q")])
 
 
 TEXT = st.text(alphabet=st.sampled_from("ab \n\t{}\"'\\é日🙂\u2028</think>"), max_size=12)
@@ -191,7 +192,7 @@ def conversations(draw):
 def test_supervised_tokens_are_exactly_those_between_assistant_headers_and_end_tokens(messages):
     tokenizer = byte_tokenizer()
     before = copy.deepcopy(messages)
-    ids, mask = tokenize_conversation(tokenizer, messages, TOOLS)
+    ids, mask = tokenize_conversation(ChatTemplate(tokenizer), messages, TOOLS)
     assert messages == before and ids == template_ids(tokenizer, messages, TOOLS)
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     header = [start, *tokenizer("assistant", add_special_tokens=False)["input_ids"]]
@@ -206,17 +207,18 @@ def test_supervised_tokens_are_exactly_those_between_assistant_headers_and_end_t
 
 def test_a_prompt_ends_open_for_the_assistant_and_a_longer_one_continues_it():
     tokenizer = byte_tokenizer()
-    ids = render_prompt(tokenizer, [user("q")], TOOLS)
+    ids = ChatTemplate(tokenizer).prompt_ids([user("q")], TOOLS)
     assert tokenizer.decode(ids).endswith("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n")
     assert ids == tokenizer.apply_chat_template(
         [user("q")], tools=TOOLS, add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    assert tokenizer.decode(render_prompt(tokenizer, "raw text")) == "raw text"
+    assert tokenizer.decode(ChatTemplate(tokenizer).prompt_ids("raw text")) == "raw text"
 
 
 def test_a_saved_tokenizer_loads_from_its_folder(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
-    assert render_prompt(load_tokenizer(tmp_path), [user("é")]) == render_prompt(byte_tokenizer(), [user("é")])
+    loaded, made = ChatTemplate(load_tokenizer(tmp_path)), ChatTemplate(byte_tokenizer())
+    assert loaded.prompt_ids([user("é")]) == made.prompt_ids([user("é")])
 
 
 def test_a_missing_or_empty_tokenizer_folder_is_one_clear_error(tmp_path):

@@ -1,9 +1,10 @@
-"""Evaluation: figures of a set, transcripts that resume, and the tool loop against a chat endpoint."""
+"""Evaluation: metrics of a set, transcripts that resume, and the tool loop against a chat endpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from slime_retool.engine.server import kv_tokens
 from slime_retool.errors import ConfigError, EngineError
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import use_context
-from slime_retool.rollout.eval_figures import set_figures
+from slime_retool.rollout.eval_metrics import set_metrics
 from slime_retool.rollout.evaluate import evaluate
 from slime_retool.rollout.statistics import majority_at_k, pass_at_k
 from slime_retool.tool_use import LoopBudgets, Tool, ToolRegistry, run_chat_loop
@@ -51,39 +52,39 @@ def test_figures_of_a_set_are_those_of_its_verdicts():
         *(scored(0, i, p, p == "7", num_tool_calls=2, num_tool_errors=1) for i, p in enumerate(["7", "7", "8", "9"])),
         *(scored(1, 4 + i, "3", False) for i in range(4)),
     ]
-    figures = set_figures("aime", samples, 4, "score")
-    assert figures["val-core/aime/acc/mean@4"] == figures["eval/aime/accuracy"] == 0.25
-    assert figures["val-aux/aime/acc/mean@4/low"] < 0.25 < figures["val-aux/aime/acc/mean@4/high"]
+    metrics = set_metrics("aime", samples, 4, "score")
+    assert metrics["val-core/aime/acc/mean@4"] == metrics["eval/aime/accuracy"] == 0.25
+    assert metrics["val-aux/aime/acc/mean@4/low"] < 0.25 < metrics["val-aux/aime/acc/mean@4/high"]
     for k in (1, 2, 4):
-        assert figures[f"val-aux/aime/acc/pass@{k}"] == pytest.approx(pass_at_k(4, 2, k) / 2)
+        assert metrics[f"val-aux/aime/acc/pass@{k}"] == pytest.approx(pass_at_k(4, 2, k) / 2)
         votes = majority_at_k(["7", "7", "8", "9"], [True, True, False, False], k)
-        assert figures[f"val-aux/aime/acc/maj@{k}"] == pytest.approx(votes / 2)
-    assert figures["val-aux/aime/code/pass_rate"] == 0.5
-    assert figures["val-aux/aime/num_turns/max"] == 4 and figures["val-aux/aime/num_turns/min"] == 2
-    assert figures["eval/aime/response_length"] == 2
+        assert metrics[f"val-aux/aime/acc/maj@{k}"] == pytest.approx(votes / 2)
+    assert metrics["val-aux/aime/code/pass_rate"] == 0.5
+    assert metrics["val-aux/aime/num_turns/max"] == 4 and metrics["val-aux/aime/num_turns/min"] == 2
+    assert metrics["eval/aime/response_length"] == 2
 
 
 def test_a_shaped_reward_does_not_make_an_answer_right():
     sample = scored(0, 0, "1", False)
     sample.reward["score"] = 0.1
-    assert set_figures("s", [sample], 1, "score")["eval/s/accuracy"] == 0
+    assert set_metrics("s", [sample], 1, "score")["eval/s/accuracy"] == 0
 
 
 def test_problems_count_alike_whatever_outages_took_from_them():
     lost = scored(0, 1, "", False)
     lost.status = SampleStatus.FAILED
     samples = [scored(0, 0, "1", True), lost, scored(1, 2, "1", False), scored(1, 3, "1", False)]
-    figures = set_figures("s", samples, 2, "score")
-    assert figures["eval/s/accuracy"] == 0.5 and figures["eval/s/failed"] == 0.25
-    assert "val-aux/s/acc/pass@2" not in figures
+    metrics = set_metrics("s", samples, 2, "score")
+    assert metrics["eval/s/accuracy"] == 0.5 and metrics["eval/s/failed"] == 0.25
+    assert "val-aux/s/acc/pass@2" not in metrics
 
 
 def test_the_table_does_not_call_a_figure_of_fewer_samples_by_the_whole_number():
     samples = [scored(0, i, "1", i == 0) for i in range(4)]
     config = Config(n_samples_per_eval_prompt=4, eval_prompt_data=["s", "s.jsonl"])
-    whole = table(config, set_figures("s", samples, 4, "score"))
+    whole = table(config, set_metrics("s", samples, 4, "score"))
     samples[3].status = SampleStatus.FAILED
-    cut = table(config, set_figures("s", samples, 4, "score"))
+    cut = table(config, set_metrics("s", samples, 4, "score"))
     assert "pass@4" in whole and "100.0 %" in whole and "k=" not in whole
     assert "66.7 % (k=2)" in cut
 
@@ -105,12 +106,12 @@ async def test_a_stopped_evaluation_generates_only_what_is_missing(tmp_path):
         file.write('{"index": 5, "cut off')
     context = scripted_context(make_config(tmp_path), lambda text, _: text)
     async with use_context(context):
-        figures = await evaluate(context, sets, resume=True)
-    assert context.engine.calls == 3 and figures["eval/one/samples"] == 6 and figures["eval/one/failed"] == 0
+        metrics = await evaluate(context, sets, resume=True)
+    assert context.engine.calls == 3 and metrics["eval/one/samples"] == 6 and metrics["eval/one/failed"] == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(row["index"] for row in rows) == list(range(6))
     async with use_context(context):
-        assert await evaluate(context, sets, resume=True) == figures
+        assert await evaluate(context, sets, resume=True) == metrics
     assert context.engine.calls == 3
 
 
@@ -146,8 +147,8 @@ async def test_text_that_utf_8_cannot_hold_is_kept(tmp_path):
     sets = {"one": [Sample(prompt="ab", metadata={"said": "a\ud83d"})]}
     context = scripted_context(make_config(tmp_path), lambda text, _: text)
     async with use_context(context):
-        figures = await evaluate(context, sets, resume=True)
-        assert await evaluate(context, sets, resume=True) == figures
+        metrics = await evaluate(context, sets, resume=True)
+        assert await evaluate(context, sets, resume=True) == metrics
     rows = [json.loads(line) for line in (tmp_path / "eval" / "one_-00001.jsonl").read_text().splitlines()]
     assert [row["metadata"]["said"] for row in rows] == ["a\ud83d"] * 2
 
@@ -227,6 +228,20 @@ async def test_calls_of_a_chat_model_are_run_and_answered_in_order():
     assert (sample.num_turns, sample.num_tool_calls, sample.num_malformed_calls) == (2, 1, 2)
     assert sample.metadata["completion_tokens"] == 14 and seen[0]["key"] == "Bearer k"
     assert seen[1]["max_tokens"] == 93
+
+
+async def test_a_long_output_is_cut_and_its_last_line_stays():
+    async def run(arguments: dict[str, Any]) -> str:
+        return "first\n" + "x" * 400 + "\n" + "y" * 60 + "TOTAL 42\n"
+
+    registry = ToolRegistry([Tool("show", "Shows.", {"type": "object"}, run)])
+    budgets = LoopBudgets(max_response_tokens=100, max_observation_tokens=25)
+    async with endpoint(reply(calls=[call("show", "{}")]), reply("42")) as (client, seen):
+        await run_chat_loop(client, registry, Sample(prompt="go"), PARAMS, budgets, registry.schemas())
+    shown = seen[1]["messages"][-1]["content"]
+    head, note, tail = re.split(r"\n(.*omitted.*)\n", shown)
+    assert tail == "y" * 60 + "TOTAL 42" and len(head) + len(tail) == 100 and head.startswith("first\n")
+    assert note == f"... [{len('first') + 1 + 400 + 1 + 68 - 100} characters omitted] ..."
 
 
 @pytest.mark.parametrize("budget", [{"max_turns": 2}, {"max_tool_calls": 1}, {"max_response_tokens": 14}])
@@ -311,8 +326,8 @@ async def test_the_command_measures_an_endpoint_and_prints_a_table(tmp_path, cap
         assert len(seen) == 4  # nothing was missing
     out = capsys.readouterr().out
     assert "mean@2" in out and "100.0 %" in out
-    figures = json.loads((tmp_path / "out" / "eval" / "figures.json").read_text())
-    assert figures["val-core/five/acc/mean@2"] == 1.0 and figures["eval/five/response_length"] == 7
+    metrics = json.loads((tmp_path / "out" / "eval" / "figures.json").read_text())
+    assert metrics["val-core/five/acc/mean@2"] == 1.0 and metrics["eval/five/response_length"] == 7
 
 
 def _main_off_the_main_thread(flags: list[str]) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIGHT = (
-    "types", "errors", "protocols", "run_folder", "metrics", "config", "data", "tool_use", "sandbox", "reward",
+    "types", "errors", "protocols", "run_folder", "metrics", "config", "chat", "data", "tool_use", "sandbox", "reward",
     "rollout", "commands",
 )  # fmt: skip
 HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "transformer_engine")

@@ -14,12 +14,13 @@ from slime_retool.config import Config
 from slime_retool.errors import EngineError, RolloutError
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.evaluate import evaluate
-from slime_retool.rollout.figures import source_figures
 from slime_retool.rollout.filters import check_reward_nonzero_std
 from slime_retool.rollout.generate import generate
 from slime_retool.rollout.hooks import BusyTime
 from slime_retool.rollout.rl_rollout import generate_rollout
-from slime_retool.rollout.sampling import evaluation_sampling_params, remaining_tokens, training_sampling_params
+from slime_retool.rollout.sample_metrics import source_metrics
+from slime_retool.rollout.sampling import evaluation_sampling_params, training_sampling_params
+from slime_retool.tool_use import LoopBudgets
 from slime_retool.types import RolloutBatch, Sample, SampleStatus
 
 SPREAD = "slime_retool.rollout.filters.check_reward_nonzero_std"
@@ -237,10 +238,10 @@ def test_figures_of_each_data_set_that_samples_name():
     def sample(source: str, reward: float, calls: int) -> Sample:
         return Sample("", source=source, reward=reward, num_tool_calls=calls, status=SampleStatus.COMPLETED)
 
-    figures = source_figures([sample("a", 1.0, 1), sample("a", 0.0, 0), sample("b", 1.0, 2), sample("", 0.0, 0)], None)
-    assert (figures["a/samples"], figures["a/accuracy"], figures["a/tool_call_rate"]) == (2.0, 0.5, 0.5)
-    assert (figures["b/samples"], figures["b/reward_mean"]) == (1.0, 1.0)
-    assert {name.partition("/")[0] for name in figures} == {"a", "b"}
+    metrics = source_metrics([sample("a", 1.0, 1), sample("a", 0.0, 0), sample("b", 1.0, 2), sample("", 0.0, 0)], None)
+    assert (metrics["a/samples"], metrics["a/accuracy"], metrics["a/tool_call_rate"]) == (2.0, 0.5, 0.5)
+    assert (metrics["b/samples"], metrics["b/reward_mean"]) == (1.0, 1.0)
+    assert {name.partition("/")[0] for name in metrics} == {"a", "b"}
 
 
 async def test_a_plain_function_is_a_reward_too(tmp_path):
@@ -291,12 +292,11 @@ async def test_generated_again_a_sample_starts_from_its_prompt(tmp_path):
     assert dataclasses.asdict(sample) == once
 
 
-def test_remaining_tokens_count_the_response_in_both_budgets(tmp_path):
-    config = make_config(tmp_path, rollout_max_context_len=100)
-    params = {"max_new_tokens": 50}
-    assert remaining_tokens(config, params, prompt_length=20, response_length=10) == 40
-    assert remaining_tokens(config, params, prompt_length=70, response_length=10) == 20
-    assert remaining_tokens(config, params, prompt_length=90, response_length=15) == -5
+def test_remaining_tokens_count_the_response_in_both_budgets():
+    budgets = LoopBudgets(max_response_tokens=50, max_context_tokens=100)
+    for prompt, response, left in ((20, 10, 40), (70, 10, 20), (90, 15, -5)):
+        sample = Sample(prompt="", tokens=[0] * (prompt + response), response_length=response)
+        assert budgets.remaining(sample) == left
 
 
 def test_sampling_parameters_come_from_the_flags(tmp_path):

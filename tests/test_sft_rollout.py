@@ -8,13 +8,14 @@ import json
 import pytest
 from test_data_rendering import TOOLS, assistant, byte_tokenizer, tool, user
 
+from slime_retool.chat import ChatTemplate
 from slime_retool.config import parse_config
+from slime_retool.data.loss_mask import tokenize_conversation
 from slime_retool.data.readers import write_rows
-from slime_retool.data.rendering import tokenize_conversation
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import DataError
 from slime_retool.rollout.context import RolloutContext
-from slime_retool.rollout.held_out import held_out_figures, held_out_samples
+from slime_retool.rollout.held_out import held_out_metrics, held_out_samples
 from slime_retool.rollout.sft_rollout import generate_rollout
 from slime_retool.types import TrainSample
 
@@ -35,7 +36,8 @@ def rollout(tmp_path, conversations, *flags):
 
 def test_a_batch_holds_ids_and_mask_of_each_conversation(tmp_path):
     batch = rollout(tmp_path, [SHORT, [user("a"), assistant("b")]])
-    expected = [tokenize_conversation(byte_tokenizer(), m, TOOLS) for m in (SHORT, [user("a"), assistant("b")])]
+    template = ChatTemplate(byte_tokenizer())
+    expected = [tokenize_conversation(template, m, TOOLS) for m in (SHORT, [user("a"), assistant("b")])]
     assert [(list(s.tokens), list(s.loss_mask)) for s in batch.samples] == expected
     assert batch.metrics["rollout/tokens"] == sum(len(ids) for ids, _ in expected)
     assert batch.metrics["rollout/supervised_tokens"] == sum(sum(mask) for _, mask in expected)
@@ -43,7 +45,7 @@ def test_a_batch_holds_ids_and_mask_of_each_conversation(tmp_path):
 
 
 def test_conversations_too_long_or_refused_are_counted_and_replaced_never_cut(tmp_path):
-    limit = len(tokenize_conversation(byte_tokenizer(), SHORT, TOOLS)[0])
+    limit = len(tokenize_conversation(ChatTemplate(byte_tokenizer()), SHORT, TOOLS)[0])
     batch = rollout(tmp_path, [LONG, REFUSED, SHORT], "--rollout-max-context-len", str(limit))
     assert [sample.length for sample in batch.samples] == [limit, limit]
     assert (batch.metrics["rollout/skipped_too_long"], batch.metrics["rollout/skipped_refused"]) == (2, 2)
@@ -115,7 +117,8 @@ def held_out(tmp_path, conversations, *flags):
 def test_held_out_conversations_are_tokenized_like_training_ones_in_file_order(tmp_path):
     conversations = [SHORT, [user("a"), assistant("b")], LONG]
     samples = held_out(tmp_path, conversations, "--rollout-max-context-len", "400")["held"]
-    expected = [tokenize_conversation(byte_tokenizer(), messages, TOOLS) for messages in conversations[:2]]
+    template = ChatTemplate(byte_tokenizer())
+    expected = [tokenize_conversation(template, messages, TOOLS) for messages in conversations[:2]]
     assert [(list(sample.tokens), list(sample.loss_mask)) for sample in samples] == expected
     with pytest.raises(DataError, match="'held', conversation 2: .*<.im_end"):
         held_out(tmp_path, [SHORT, REFUSED])
@@ -126,8 +129,8 @@ def test_held_out_conversations_are_tokenized_like_training_ones_in_file_order(t
 
 def test_the_validation_loss_is_the_mean_over_supervised_tokens():
     samples = [TrainSample([1, 2, 3], [0, 1, 1]), TrainSample([1, 2], [0, 1])]
-    figures = held_out_figures("h", samples, [9.0, -1.0, -2.0, 9.0, -3.0])
-    assert figures == {
+    metrics = held_out_metrics("h", samples, [9.0, -1.0, -2.0, 9.0, -3.0])
+    assert metrics == {
         "eval/h/loss": 2.0, "eval/h/perplexity": pytest.approx(2.718281828459045**2), "eval/h/samples": 2.0,
         "eval/h/supervised_tokens": 3.0,
     }  # fmt: skip

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from tool_helpers import SPECIAL, TEMPLATE, TOOLS, ScriptedEngine, encode, tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from slime_retool.chat import TextCodec
 from slime_retool.errors import ConfigError
 from slime_retool.tool_use import (
     LoopBudgets,
@@ -22,7 +23,6 @@ from slime_retool.tool_use import (
     check_template,
     run_tool_loop,
 )
-from slime_retool.tool_use.codec import TextCodec
 from slime_retool.types import Sample, SampleStatus
 
 QUESTION = [{"role": "user", "content": "What is 6 * 7?"}]

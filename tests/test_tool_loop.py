@@ -10,7 +10,7 @@ from tool_helpers import TOOLS, ScriptedEngine, call_text, encode, tokenizer
 
 from slime_retool.errors import ConfigError, EngineError, RolloutError, ToolUnavailable
 from slime_retool.protocols import Completion
-from slime_retool.rollout.figures import sample_figures
+from slime_retool.rollout.sample_metrics import sample_metrics
 from slime_retool.tool_use import (
     LoopBudgets,
     QwenFormat,
@@ -104,7 +104,7 @@ def test_the_share_of_samples_with_malformed_calls_is_reported() -> None:
     for sample in samples:
         sample.reward = 1.0
     assert [sample.num_malformed_calls for sample in samples] == [2, 0, 0, 0]
-    assert sample_figures(samples, None)["malformed_call_rate"] == 0.25
+    assert sample_metrics(samples, None)["malformed_call_rate"] == 0.25
 
 
 def test_calls_of_one_turn_run_at_once_and_are_answered_in_order() -> None:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime_retool.chat import ChatTemplate, load_tokenizer
+from slime_retool.data.loss_mask import tokenize_conversation
 from slime_retool.data.messages import parse_messages, parse_tools
 from slime_retool.data.questions import question_and_answer
 from slime_retool.data.readers import Row, read_rows
-from slime_retool.data.rendering import load_tokenizer, render_prompt, tokenize_conversation
 from slime_retool.errors import DataError, SlimeRetoolError, run_command
 from slime_retool.reward import compute_score
 
@@ -61,38 +62,38 @@ class Report:
         return found
 
 
-def check_file(path: str, tokenizer: Any = None) -> Report:
+def check_file(path: str, template: ChatTemplate | None = None) -> Report:
     """Check every row. Raises ConfigError or DataError for a file that cannot be read at all."""
     report = Report(path)
     for number, row in enumerate(read_rows(path), start=1):
         report.rows += 1
         try:
             if row.get("messages") is not None:
-                _check_conversation(report, row, tokenizer)
+                _check_conversation(report, row, template)
             else:
-                _check_question(report, row, number, tokenizer)
+                _check_question(report, row, number, template)
         except DataError as error:
             report.failures.append(f"row {number}: {error}")
     return report
 
 
-def _check_conversation(report: Report, row: Row, tokenizer: Any) -> None:
+def _check_conversation(report: Report, row: Row, template: ChatTemplate | None) -> None:
     report.conversations += 1
     messages = parse_messages(row["messages"], "messages")
     tools = parse_tools(row.get("tools"), "tools")
-    if tokenizer is not None:
-        ids, mask = tokenize_conversation(tokenizer, messages, tools)
+    if template is not None:
+        ids, mask = tokenize_conversation(template, messages, tools)
         report.lengths.append(len(ids))
         report.supervised += sum(mask)
 
 
-def _check_question(report: Report, row: Row, number: int, tokenizer: Any) -> None:
+def _check_question(report: Report, row: Row, number: int, template: ChatTemplate | None) -> None:
     question, answer = question_and_answer(row, "the row")
     report.labels.setdefault(question.strip(), set()).add(answer)
-    if tokenizer is not None:
+    if template is not None:
         prompt = row.get("prompt")
         messages = [{"role": "user", "content": question}] if prompt is None or isinstance(prompt, str) else prompt
-        ids = render_prompt(tokenizer, parse_messages(messages, "prompt"), parse_tools(row.get("tools"), "tools"))
+        ids = template.prompt_ids(parse_messages(messages, "prompt"), parse_tools(row.get("tools"), "tools"))
         report.lengths.append(len(ids))
     for mode in MODES:
         if not compute_score(f"Answer: \\boxed{{{answer}}}", answer, mode)["acc"]:
@@ -112,10 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check(files: Sequence[str], tokenizer_folder: str | None) -> int:
     """Print a line of JSON for each file, and its first failures on stderr. Returns 1 when there are any."""
-    tokenizer = load_tokenizer(tokenizer_folder, "--tokenizer") if tokenizer_folder is not None else None
+    template = ChatTemplate(load_tokenizer(tokenizer_folder, "--tokenizer")) if tokenizer_folder is not None else None
     failed = False
     for file in files:
-        report = check_file(file, tokenizer)
+        report = check_file(file, template)
         failed = failed or bool(report.failures)
         print(json.dumps(report.summary(), ensure_ascii=False))
         for failure in report.failures[:SHOWN]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_retool.errors import DataError, run_command
-from slime_retool.rollout.eval_figures import is_right
+from slime_retool.rollout.eval_metrics import is_right
 from slime_retool.types import Sample
 
 PROG = "slime-retool view"

@@ -220,11 +220,10 @@ class Config(
         assert self.rollout_batch_size is not None
         return self.rollout_batch_size * self.n_samples_per_prompt
 
-    def response_limit(self, prompt_length: int, most: int | None = None) -> int:
-        """Tokens that a response may have, observations included: `most` (default: --rollout-max-response-len), or what
-        its prompt leaves of --rollout-max-context-len where that is less."""
-        most = self.rollout_max_response_len if most is None else most
-        context = self.rollout_max_context_len
+    def response_limit(self, prompt_length: int) -> int:
+        """Tokens that a response may have, observations included: --rollout-max-response-len, or what its prompt leaves
+        of --rollout-max-context-len where that is less."""
+        most, context = self.rollout_max_response_len, self.rollout_max_context_len
         return most if context is None else min(most, context - prompt_length)
 
     def fits_context(self, length: int) -> bool:

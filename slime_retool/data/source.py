@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
 from slime_retool.config.data_sets import DataSet
 from slime_retool.data.messages import parse_messages, parse_tools
 from slime_retool.data.questions import final_answer
 from slime_retool.data.readers import Row, parse_json, read_rows
-from slime_retool.data.rendering import render_prompt
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.types import Message, Sample
 
@@ -115,7 +115,8 @@ class _Stream:
         self.rows = samples_from_file(data.file, config)
         before, limit = len(self.rows), config.rollout_max_prompt_len
         if limit is not None:
-            self.rows = [sample for sample in self.rows if _prompt_length(tokenizer, sample, data.file) <= limit]
+            template = ChatTemplate(tokenizer)
+            self.rows = [sample for sample in self.rows if _prompt_length(template, sample, data.file) <= limit]
         self.num_dropped = before - len(self.rows)
         if not self.rows:
             raise DataError(
@@ -218,9 +219,9 @@ def copy_sample(sample: Sample, index: int, group_index: int) -> Sample:
     )
 
 
-def _prompt_length(tokenizer: Any, sample: Sample, file: str) -> int:
+def _prompt_length(template: ChatTemplate, sample: Sample, file: str) -> int:
     try:
-        return len(render_prompt(tokenizer, sample.prompt, sample.tools))
+        return len(template.prompt_ids(sample.prompt, sample.tools))
     except DataError as error:
         raise DataError(f"{file}, row {sample.index + 1}: {error}") from error
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from slime_retool.errors import ConfigError, RewardError, RolloutError
+from slime_retool.protocols import RewardFn, is_async
 
 THREADS = max(2, min(8, os.cpu_count() or 2))
 """Plain (not async) reward functions that run at once. More would share the interpreter and each run longer."""
@@ -28,11 +29,10 @@ class RewardRunner:
     and the errors of other boundaries, which pass.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, *, timeout: float | None) -> None:
-        self._function, self._name, self._timeout = function, name, timeout
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            type(function).__call__ if not inspect.isroutine(function) else None
-        )
+    def __init__(self, function: RewardFn, name: str, *, timeout: float | None) -> None:
+        self._function: Callable[..., Any] = function
+        self._name, self._timeout = name, timeout
+        self._is_async = is_async(function)
         self._turns = asyncio.Semaphore(THREADS)
 
     async def __call__(self, args: Any, sample: Any) -> Any:
@@ -74,7 +74,7 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
     def work() -> None:
         try:
-            outcome = (context.run(function, *arguments), None)
+            outcome: tuple[Any, Exception | None] = (context.run(function, *arguments), None)
         except Exception as error:
             outcome = (None, error)
         with suppress(RuntimeError):  # the loop is gone: nobody waits any more

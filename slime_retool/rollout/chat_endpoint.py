@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from typing import Any
-
-import aiohttp
 
 from slime_retool.errors import EngineError
 from slime_retool.protocols import ChatReply
+from slime_retool.rollout.json_client import JsonClient
 from slime_retool.types import Message, ToolSchema
 
 BACKOFF_SECONDS, BACKOFF_LIMIT_SECONDS = 1.0, 60.0
 
 
-class ChatEndpoint:
-    """`tool_use.chat_loop.ChatEngine` over HTTP. Make it inside the event loop that uses it, and `aclose` it there."""
+class ChatEndpoint(JsonClient):
+    """`protocols.ChatEngine` over HTTP."""
 
     def __init__(
         self, url: str, model: str, *, api_key: str | None, concurrency: int, timeout: float, retries: int
     ) -> None:
-        """
-        Args:
-            url: up to and with the version, e.g. "https://api.example.com/v1".
-            model: the endpoint's name of it.
-            retries: further tries after a connection error, HTTP 429 or 5xx; waits grow, `Retry-After` is kept.
-        """
-        self._url = url.rstrip("/") + "/chat/completions"
-        self._model, self._retries, self._timeout = model, retries, timeout
-        self._places = asyncio.Semaphore(concurrency)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # `concurrency` is the limit
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=timeout),
+        """`url`: up to and with the version, e.g. "https://api.example.com/v1". `model`: the endpoint's name of it.
+        The others are `JsonClient`'s."""
+        super().__init__(
+            concurrency=concurrency,
+            timeout=timeout,
+            retries=retries,
+            backoff=BACKOFF_SECONDS,
+            backoff_limit=BACKOFF_LIMIT_SECONDS,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         )
+        self._url, self._model = url.rstrip("/") + "/chat/completions", model
 
     async def chat(
         self, messages: list[Message], sampling_params: dict[str, Any], tools: list[ToolSchema]
@@ -52,35 +45,7 @@ class ChatEndpoint:
             body["tools"] = tools
         if sampling_params.get("stop"):
             body["stop"] = sampling_params["stop"]
-        async with self._places:
-            return _parse(await self._post(body))
-
-    async def aclose(self) -> None:
-        await self._session.close()
-
-    async def _post(self, body: dict[str, Any]) -> Any:
-        wait = BACKOFF_SECONDS
-        for attempt in range(self._retries + 1):
-            asked = 0.0
-            try:
-                async with self._session.post(self._url, json=body) as response:
-                    if response.status == 200:
-                        return await response.json(content_type=None)
-                    problem = f"HTTP {response.status}: {(await response.text())[:500].strip()}"
-                    if response.status != 429 and response.status < 500:
-                        raise EngineError(f"{self._url} refused the request: {problem}")
-                    after = response.headers.get("Retry-After", "")
-                    asked = float(after) if after.isdigit() else 0.0
-            except asyncio.TimeoutError as error:
-                raise EngineError(f"{self._url} did not answer within {self._timeout:g} s") from error
-            except aiohttp.ClientError as error:
-                problem = f"{type(error).__name__}: {error}"
-            except ValueError as error:
-                raise EngineError(f"{self._url} answered with something that is not JSON: {error}") from error
-            if attempt < self._retries:
-                await asyncio.sleep(max(asked, min(wait, BACKOFF_LIMIT_SECONDS) * random.uniform(0.5, 1.0)))
-                wait *= 2
-        raise EngineError(f"{self._url} failed {self._retries + 1} times, the last with {problem}")
+        return _parse(await self.post(self._url, body))
 
 
 def _parse(reply: Any) -> ChatReply:

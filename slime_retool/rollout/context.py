@@ -7,15 +7,16 @@ for the asyncio tasks of one rollout manager (a context variable, so two manager
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
+from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
-from slime_retool.protocols import ChatEngine, DataSource, GenerationEngine
-from slime_retool.types import RolloutBatch
+from slime_retool.protocols import ChatEngine, GenerationEngine
 
 R = TypeVar("R")
 
@@ -31,38 +32,25 @@ class RolloutContext:
     """None in training-only runs (SFT)."""
     chat: ChatEngine | None = None
     """Takes the engine's place when a model behind a chat API is evaluated."""
-    _resources: dict[str, Any] = field(default_factory=dict)
+    _resources: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's. Raises ConfigError when it has none."""
+        return ChatTemplate(self.tokenizer)
 
     async def resource(self, key: str, make: Callable[[Config], AbstractAsyncContextManager[R]]) -> R:
         """The shared resource `key` (a sandbox pool, say), made and entered at its first use."""
         if key not in self._resources:
             manager = make(self.config)
             # Stored before the first await, so that concurrent callers wait for one and the same entry.
-            self._resources[key] = _Entered(self._stack.enter_async_context(manager))
-        return await self._resources[key].value()
+            self._resources[key] = asyncio.ensure_future(self._stack.enter_async_context(manager))
+        return await asyncio.shield(self._resources[key])
 
     async def aclose(self) -> None:
         self._resources.clear()
         await self._stack.aclose()
-
-
-class _Entered:
-    """A resource that is entered once, however many tasks wait for it."""
-
-    def __init__(self, entering: Awaitable[Any]) -> None:
-
-        self._task = asyncio.ensure_future(entering)
-
-    async def value(self) -> Any:
-
-        return await asyncio.shield(self._task)
-
-
-class RolloutFn(Protocol):
-    """`--rollout-function-path`: make one training batch."""
-
-    def __call__(self, context: RolloutContext, data: DataSource, rollout_id: int) -> Awaitable[RolloutBatch]: ...
 
 
 _current: ContextVar[RolloutContext] = ContextVar("rollout_context")

@@ -6,16 +6,13 @@ EngineError.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import random
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
 from slime_retool.errors import EngineError
 from slime_retool.protocols import Completion
+from slime_retool.rollout.json_client import JsonClient
 
 BACKOFF_SECONDS = 0.5
 BACKOFF_LIMIT_SECONDS = 10.0
@@ -36,27 +33,21 @@ class EngineStats:
     completion_tokens: int = 0
 
 
-class RouterClient:
-    """`GenerationEngine` over HTTP. Make it inside the event loop that uses it, and `aclose` it there."""
+class RouterClient(JsonClient):
+    """`GenerationEngine` over HTTP."""
 
     def __init__(
         self, url: str, *, concurrency: int, timeout: float, retries: int, backoff: float = BACKOFF_SECONDS
     ) -> None:
-        """
-        Args:
-            url: of the router, e.g. "http://127.0.0.1:30000".
-            concurrency: requests in flight at once; further ones wait here.
-            timeout: seconds one request may take, waiting for a free place not counted.
-            retries: further tries after a connection error or an HTTP 5xx reply; a timeout is not tried again.
-            backoff: seconds before the first further try, doubled each time (with jitter, at most 10).
-        """
-        self.url = url.rstrip("/")
-        self._places = asyncio.Semaphore(concurrency)
-        self._timeout, self._retries, self._backoff = timeout, retries, backoff
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=timeout),
+        """`url`: of the router, e.g. "http://127.0.0.1:30000". The others are `JsonClient`'s."""
+        super().__init__(
+            concurrency=concurrency,
+            timeout=timeout,
+            retries=retries,
+            backoff=backoff,
+            backoff_limit=BACKOFF_LIMIT_SECONDS,
         )
+        self.url = url.rstrip("/")
         self._stats = EngineStats()
 
     async def generate(
@@ -66,9 +57,7 @@ class RouterClient:
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "stream": False}
         headers = {} if session is None else {ROUTING_HEADER: session}
         self._stats.requests += 1
-        async with self._places:
-            reply = await self._post("/generate", body, headers)
-        completion = parse_completion(reply)
+        completion = parse_completion(await self.post(self.url + "/generate", body, headers))
         self._stats.prompt_tokens += completion.prompt_tokens
         self._stats.cached_tokens += completion.cached_tokens
         self._stats.completion_tokens += len(completion.ids)
@@ -84,47 +73,19 @@ class RouterClient:
             "stream": False,
         }
         self._stats.requests += 1
-        async with self._places:
-            reply = await self._post("/generate", body, {})
-        return parse_prompt_log_probs(reply, input_ids)
+        return parse_prompt_log_probs(await self.post(self.url + "/generate", body), input_ids)
 
     def take_stats(self) -> EngineStats:
-        """The figures since the last call; starts counting anew."""
+        """The counts since the last call; starts counting anew."""
         stats, self._stats = self._stats, EngineStats()
+        stats.retries, self._num_retries = self._num_retries, 0
         return stats
-
-    async def aclose(self) -> None:
-        await self._session.close()
 
     async def __aenter__(self) -> RouterClient:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
-
-    async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        for attempt in range(self._retries + 1):
-            if attempt:
-                self._stats.retries += 1
-                delay = min(self._backoff * 2 ** (attempt - 1), BACKOFF_LIMIT_SECONDS)
-                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-            try:
-                async with self._session.post(self.url + path, json=body, headers=headers) as response:
-                    if response.status == 200:
-                        return await response.json(content_type=None)
-                    text = (await response.text())[:500].strip()
-                    problem = f"HTTP {response.status}: {text}"
-                    if response.status < 500:
-                        break
-            except asyncio.TimeoutError as error:
-                raise EngineError(
-                    f"{self.url}{path} did not answer within {self._timeout:g} s; see --rollout-request-timeout"
-                ) from error
-            except aiohttp.ClientError as error:
-                problem = f"{type(error).__name__}: {error}"
-            except ValueError as error:
-                raise EngineError(f"{self.url}{path} answered with something that is not JSON: {error}") from error
-        raise EngineError(f"{self.url}{path} failed at try {attempt + 1} of {self._retries + 1}: {problem}")
 
 
 def parse_completion(reply: Any) -> Completion:
@@ -147,13 +108,9 @@ def parse_completion(reply: Any) -> Completion:
     entries = entries or []
     if [entry[1] for entry in entries] != ids:
         raise EngineError(f"the engine returned {len(ids)} tokens but log-probs of {len(entries)}, or of other tokens")
-    log_probs = [entry[0] for entry in entries]
-    for token, value in zip(ids, log_probs, strict=True):
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise EngineError(f"the engine returned the log-prob {value!r} for token {token}; it must be finite")
     return Completion(
         ids=ids,
-        log_probs=[float(value) for value in log_probs],
+        log_probs=_finite([entry[0] for entry in entries], ids),
         finish_reason=finish,
         weight_version=version,
         prompt_tokens=prompt_tokens,
@@ -176,7 +133,11 @@ def parse_prompt_log_probs(reply: Any, input_ids: list[int]) -> list[float]:
             f"{len(input_ids)} tokens were sent, log-probs of {len(entries)} or of other tokens came back"
         )
     values = [value for value, _ in entries[1:]]  # nothing precedes the first
-    for token, value in zip(input_ids[1:], values, strict=True):
+    return [0.0, *_finite(values, input_ids[1:])]
+
+
+def _finite(log_probs: list[Any], ids: list[int]) -> list[float]:
+    for token, value in zip(ids, log_probs, strict=True):
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise EngineError(f"the engine returned the log-prob {value!r} for token {token}; it must be finite")
-    return [0.0, *map(float, values)]
+    return [float(value) for value in log_probs]

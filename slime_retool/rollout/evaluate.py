@@ -16,7 +16,7 @@ from slime_retool.config import Config
 from slime_retool.data.source import copy_sample
 from slime_retool.errors import RolloutError
 from slime_retool.rollout.context import RolloutContext
-from slime_retool.rollout.eval_figures import all_sets_figures, set_figures
+from slime_retool.rollout.eval_metrics import all_sets_metrics, set_metrics
 from slime_retool.rollout.hooks import USABLE, Hooks, run_all, run_sample
 from slime_retool.rollout.sampling import evaluation_sampling_params
 from slime_retool.rollout.transcripts import Transcripts
@@ -28,7 +28,7 @@ async def evaluate(
 ) -> dict[str, float]:
     """Generate and score `n_samples_per_eval_prompt` responses to every prompt of every set.
 
-    Returns the figures of `rollout.eval_figures`. Samples lost to outages are not part of an accuracy, and counted in
+    Returns the metrics of `rollout.eval_metrics`. Samples lost to outages are not part of an accuracy, and counted in
     `failed`. Each transcript is written as it ends, to `output_dir/eval/<name>_<rollout_id>.jsonl`; with `resume`
     those that are there already are not generated again (the weights must be the same).
 
@@ -64,13 +64,13 @@ async def evaluate(
             return done
 
         results = await run_all(run(name, sample) for name, samples in copies.items() for sample in samples)
-    metrics = all_sets_figures(results) if any(sample.status in USABLE for sample in results) else {}
+    metrics = all_sets_metrics(results) if any(sample.status in USABLE for sample in results) else {}
     for name, samples in copies.items():
         done, results = results[: len(samples)], results[len(samples) :]
         if not any(sample.status in USABLE for sample in done):
             error = next((sample.error for sample in done if sample.error), "samples were aborted")
             raise RolloutError(f"evaluation set {name!r}: none of {len(done)} samples could be scored; {error}")
-        metrics |= set_figures(name, done, config.n_samples_per_eval_prompt, config.reward_key)
+        metrics |= set_metrics(name, done, config.n_samples_per_eval_prompt, config.reward_key)
     return metrics
 
 

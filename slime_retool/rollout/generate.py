@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from slime_retool.config import Config
-from slime_retool.data.rendering import render_prompt
-from slime_retool.errors import RolloutError
 from slime_retool.rollout.context import current_context
-from slime_retool.rollout.sampling import remaining_tokens
 from slime_retool.tool_use.chat_loop import run_chat_loop
-from slime_retool.tool_use.loop import LoopBudgets
+from slime_retool.tool_use.loop import LoopBudgets, append_turn
 from slime_retool.tool_use.registry import ToolRegistry
 from slime_retool.types import Sample, SampleStatus
 
@@ -27,26 +24,16 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
 
     Raises EngineError, and RolloutError when the prompt leaves no room for an answer.
     """
-    sample.reset()
-    context = current_context()
+    context, limit = current_context(), sampling_params["max_new_tokens"]
     if context.chat is not None:
-        budgets = LoopBudgets(max_response_tokens=sampling_params["max_new_tokens"])
+        budgets = LoopBudgets(max_response_tokens=limit)
         return await run_chat_loop(context.chat, ToolRegistry(), sample, sampling_params, budgets, [])
     assert context.engine is not None, "generation needs an engine"
-    prompt = render_prompt(context.tokenizer, sample.prompt, sample.tools)
-    room = remaining_tokens(args, sampling_params, prompt_length=len(prompt))
-    if room < 1:
-        raise RolloutError(
-            f"a prompt of {len(prompt)} tokens leaves no room for an answer within --rollout-max-context-len "
-            f"{args.rollout_max_context_len}; raise it, or leave such prompts out with --rollout-max-prompt-len"
-        )
-    completion = await context.engine.generate(
-        prompt, {**sampling_params, "max_new_tokens": room}, session=str(sample.index)
-    )
-    sample.tokens = list(prompt)
-    sample.append(completion.ids, log_probs=completion.log_probs)
+    budgets = LoopBudgets(max_response_tokens=limit, max_context_tokens=args.rollout_max_context_len)
+    budgets.start(sample, context.template.prompt_ids(sample.prompt, sample.tools))
+    params = {**sampling_params, "max_new_tokens": budgets.remaining(sample)}
+    completion = await context.engine.generate(list(sample.tokens), params, session=str(sample.index))
+    append_turn(sample, completion, params["max_new_tokens"])
     sample.response = context.tokenizer.decode(completion.ids, skip_special_tokens=True)
-    sample.weight_versions.append(completion.weight_version)
-    sample.num_turns = 1
     sample.status = STATUS_OF_FINISH[completion.finish_reason]
     return sample

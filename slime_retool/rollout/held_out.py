@@ -16,7 +16,7 @@ def held_out_samples(context: RolloutContext, eval_sets: dict[str, list[Sample]]
     """Every conversation of every set as ids and mask, in file order; those longer than `rollout_max_context_len` not.
 
     Their number is cut to a multiple of the data-parallel size, as the trainer's schedule needs. Raises DataError for a
-    conversation that cannot be tokenized (a figure over another set each time would tell nothing) and for an empty set.
+    conversation that cannot be tokenized (a metric over another set each time would tell nothing) and for an empty set.
     """
     config = context.config
     tokenize = ConversationTokenizer(config.tool_format, context.tokenizer)
@@ -41,7 +41,7 @@ def held_out_samples(context: RolloutContext, eval_sets: dict[str, list[Sample]]
     return found
 
 
-def held_out_figures(name: str, samples: Sequence[TrainSample], log_probs: Sequence[float]) -> dict[str, float]:
+def held_out_metrics(name: str, samples: Sequence[TrainSample], log_probs: Sequence[float]) -> dict[str, float]:
     """`eval/<name>/loss` (mean negative log-likelihood of a supervised token, nats), its perplexity, and token counts.
 
     log_probs: one value per token of all samples, one sample after the other (the first token of each is not read).

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime_retool.config import Config
 from slime_retool.errors import RolloutError
-from slime_retool.protocols import load_function
+from slime_retool.protocols import GenerateFn, load_function
 from slime_retool.reward.runner import RewardRunner
 from slime_retool.types import Sample, SampleStatus
 
@@ -52,15 +52,16 @@ class BusyTime:
 class Hooks:
     """The two functions of a run, and the names they are reported under."""
 
-    generate: Any
-    reward: Any
+    generate: GenerateFn
+    reward: RewardRunner
+    """Runs the `RewardFn`."""
     generate_path: str
     reward_path: str
     reward_time: BusyTime = field(default_factory=BusyTime)
 
     @classmethod
     def load(cls, config: Config) -> Hooks:
-        """Import what the configuration names. Raises ConfigError for a path that does not exist."""
+        """Import what the configuration names. Raises ConfigError for a path that names no such hook."""
         generate = config.custom_generate_function_path or DEFAULT_GENERATE
         reward = config.custom_rm_path or DEFAULT_REWARD
         return cls(

@@ -11,17 +11,17 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
+from slime_retool.chat import load_tokenizer
 from slime_retool.config import Config
 from slime_retool.config.schedule import with_num_rollout
-from slime_retool.data.rendering import load_tokenizer
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
-from slime_retool.protocols import load_function
+from slime_retool.protocols import RolloutFn, load_function
 from slime_retool.rollout import evaluate as evaluation
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
-from slime_retool.rollout.collector import settle_garbage_collector
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.engine_client import EngineStats, RouterClient
+from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel
 from slime_retool.types import RolloutBatch, TrainSample
@@ -51,7 +51,7 @@ class RolloutManager:
         self.data = PromptDataSource(config, tokenizer)
         self.config = config = with_num_rollout(config, self.data.num_rows)
         self.eval_sets = load_eval_samples(config)
-        self._rollout = load_function(config.rollout_function_path, "--rollout-function-path")
+        self._rollout: RolloutFn = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:
             Hooks.load(config)
         self._loop = asyncio.new_event_loop()
@@ -78,7 +78,7 @@ class RolloutManager:
         return self._call(self._generate(rollout_id))
 
     def evaluate(self, rollout_id: int = -1, *, resume: bool = False) -> dict[str, float]:
-        """Figures of all evaluation sets, see `rollout.evaluate`."""
+        """Metrics of all evaluation sets, see `rollout.evaluate`."""
         return self._call(self._evaluate(rollout_id, resume))
 
     def held_out(self) -> dict[str, list[TrainSample]]:
@@ -145,7 +145,7 @@ class RolloutManager:
         async with self._work():
             batch = await self._rollout(self._context, self.data, rollout_id)
         if self._client is not None:
-            batch.metrics |= _engine_figures(self._client.take_stats())
+            batch.metrics |= _engine_metrics(self._client.take_stats())
         return batch
 
     async def _connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
@@ -185,7 +185,7 @@ class RolloutManager:
             await self._endpoint.aclose()
 
 
-def _engine_figures(stats: EngineStats) -> dict[str, float]:
+def _engine_metrics(stats: EngineStats) -> dict[str, float]:
     """`cached_token_ratio`: prompt tokens that the engines had in their cache."""
     return {
         "rollout/engine_requests": float(stats.requests),

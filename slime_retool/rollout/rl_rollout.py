@@ -16,26 +16,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 from tqdm import tqdm
 
-from slime_retool.config import Config
 from slime_retool.errors import RolloutError
-from slime_retool.protocols import DataSource, load_function
+from slime_retool.protocols import DataSource, FilterFn, load_function
 from slime_retool.rollout.context import RolloutContext
-from slime_retool.rollout.dump import dump_samples
-from slime_retool.rollout.figures import sample_figures, source_figures
 from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample
 from slime_retool.rollout.overlong import mask_overlong, shaped_reward
+from slime_retool.rollout.sample_metrics import sample_metrics, source_metrics
 from slime_retool.rollout.sampling import training_sampling_params
+from slime_retool.rollout.transcripts import dump_samples
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 Group = list[Sample]
-FilterFn = Callable[[Config, Group], bool]
 
 
 async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
@@ -63,17 +59,12 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     finished = [sample for group in sampling.finished for sample in group]
     seconds = time.monotonic() - started
     model_tokens = sum(sum(sample.loss_mask) for sample in finished)
-    figures = (
-        sample_figures(finished, config.reward_key)
-        | source_figures(finished, config.reward_key)
+    metrics = (
+        sample_metrics(finished, config.reward_key)
+        | source_metrics(finished, config.reward_key)
+        | sampling.metrics()
         | {
             "train_samples": float(len(trained)),
-            "groups_kept": float(len(kept)),
-            "groups_dropped": float(len(sampling.filtered)),
-            "groups_all_wrong": float(sum(map(sampling.all_wrong, sampling.filtered))),
-            "groups_all_right": float(sum(map(sampling.all_right, sampling.filtered))),
-            "groups_failed": float(sampling.num_failed),
-            "groups_returned": float(sampling.num_returned),
             "overlong_masked": float(sum(train.num_loss_tokens == 0 for train in trained)),
             "trained_reward_mean": fmean(train.reward for train in trained),
             "seconds": seconds,
@@ -85,54 +76,48 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         path = Path(config.output_dir) / "rollouts" / f"rollout_{rollout_id:06d}.jsonl"
         rows = [(sample, {"rollout_id": rollout_id}) for sample in finished]
         await asyncio.to_thread(dump_samples, path, rows)
-    metrics = {f"rollout/{name}": value for name, value in figures.items()}
-    metrics["perf/reward_seconds"] = sampling.reward_seconds
-    return RolloutBatch(trained, metrics)
+    named = {f"rollout/{name}": value for name, value in metrics.items()}
+    return RolloutBatch(trained, named | {"perf/reward_seconds": sampling.reward_seconds})
 
 
 def _usable(group: Group) -> Group:
     return [sample for sample in group if sample.status in USABLE]
 
 
-@dataclass
 class _Sampling:
     """The loop that keeps enough groups in flight."""
 
-    context: RolloutContext
-    data: DataSource
-    rollout_id: int
-    kept: list[Group] = field(default_factory=list)
-    finished: list[Group] = field(default_factory=list)
-    """Every group that ended by itself, kept or not."""
-    filtered: list[Group] = field(default_factory=list)
-    """The usable samples of groups that the filter dropped."""
-    surplus: list[Group] = field(default_factory=list)
-    """Good groups that ended together with the last one needed."""
-    num_drawn: int = 0
-    num_failed: int = 0
-    num_returned: int = 0
-    last_error: str = ""
-
-    async def run(self) -> None:
-        config = self.context.config
+    def __init__(self, context: RolloutContext, data: DataSource, rollout_id: int) -> None:
+        config = self._config = context.config
         assert config.rollout_batch_size is not None
+        self._data, self._rollout_id = data, rollout_id
         self._target = config.rollout_batch_size
         self._limit = config.max_sampling_rounds * self._target
         self._at_once = max(self._target, config.over_sampling_batch_size or 0)
-        self._hooks = Hooks.load(config)
-        self._params = training_sampling_params(config)
+        self._hooks, self._params = Hooks.load(config), training_sampling_params(config)
         self._filter: FilterFn | None = None
         if config.dynamic_sampling_filter_path is not None:
             self._filter = load_function(config.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
         self._started: dict[str, Group] = {}
+        self.kept: list[Group] = []
+        self.finished: list[Group] = []
+        """Every group that ended by itself, kept or not."""
+        self._filtered: list[Group] = []
+        """The usable samples of groups that the filter dropped."""
+        self._surplus: list[Group] = []
+        """Good groups that ended together with the last one needed."""
+        self._num_drawn = self._num_failed = self._num_returned = 0
+        self._last_error = "samples were aborted"
+
+    async def run(self) -> None:
         running: set[asyncio.Task[Group]] = set()
         done: set[asyncio.Task[Group]] = set()
         bar = tqdm(
             total=self._target,
-            desc=f"rollout {self.rollout_id}",
+            desc=f"rollout {self._rollout_id}",
             unit="group",
             leave=False,
-            disable=config.no_progress,
+            disable=self._config.no_progress,
         )
         try:
             while len(self.kept) < self._target:
@@ -141,18 +126,30 @@ class _Sampling:
                 for task in sorted(done, key=lambda task: task.get_name()):
                     self._judge(task.result())
                 bar.update(len(self.kept) - bar.n)
-            unused = [self._started[task.get_name()] for task in running] + self.surplus
+            unused = [self._started[task.get_name()] for task in running] + self._surplus
             unused.sort(key=lambda group: group[0].group_index)
-            self.data.return_groups(unused)
-            self.num_returned = len(unused)
+            self._data.return_groups(unused)
+            self._num_returned = len(unused)
         finally:
             bar.close()
             await cancel([*running, *done])
 
     @property
     def reward_seconds(self) -> float:
-        """In which at least one sample waited for its reward, mostly while others were still generated."""
+        """Seconds in which at least one sample waited for its reward, mostly while others were still generated."""
         return self._hooks.reward_time.seconds
+
+    def metrics(self) -> dict[str, float]:
+        """How many groups ended which way."""
+        counts = {
+            "groups_kept": len(self.kept),
+            "groups_dropped": len(self._filtered),
+            "groups_all_wrong": sum(map(self._all_wrong, self._filtered)),
+            "groups_all_right": sum(map(self._all_right, self._filtered)),
+            "groups_failed": self._num_failed,
+            "groups_returned": self._num_returned,
+        }
+        return {name: float(count) for name, count in counts.items()}
 
     def _wanted(self) -> int:
         """Groups that should run now: what is missing, times the over-sampling."""
@@ -161,55 +158,55 @@ class _Sampling:
 
     def _start(self, count: int) -> set[asyncio.Task[Group]]:
         """Draw up to `count` prompts and start them. Raises RolloutError when nothing may be drawn any more."""
-        count = min(count, self._limit - self.num_drawn)
+        count = min(count, self._limit - self._num_drawn)
         if count < 1:
             return set()
-        self.num_drawn += count
-        groups = {f"group {group[0].group_index:012d}": group for group in self.data.next_groups(count)}
+        self._num_drawn += count
+        groups = {f"group {group[0].group_index:012d}": group for group in self._data.next_groups(count)}
         self._started |= groups
         return {asyncio.create_task(self._run(group), name=name) for name, group in groups.items()}
 
     async def _run(self, group: Group) -> Group:
-        return await run_all(run_sample(self.context.config, self._hooks, s, self._params) for s in group)
+        return await run_all(run_sample(self._config, self._hooks, s, self._params) for s in group)
 
     def _judge(self, group: Group) -> None:
         """Keep a finished group, or count why not. Raises when it has become clear that the batch cannot be filled."""
         self.finished.append(group)
         usable = _usable(group)
         if len(usable) < min(2, len(group)):
-            self.num_failed += 1
-            self.last_error = next((sample.error for sample in group if sample.error), self.last_error)
-        elif self._filter is not None and not self._filter(self.context.config, usable):
-            self.filtered.append(usable)
+            self._num_failed += 1
+            self._last_error = next((sample.error for sample in group if sample.error), self._last_error)
+        elif self._filter is not None and not self._filter(self._config, usable):
+            self._filtered.append(usable)
         elif len(self.kept) < self._target:
             self.kept.append(group)
         else:
-            self.surplus.append(group)
-        if self.num_failed == len(self.finished) >= self._target:
+            self._surplus.append(group)
+        if self._num_failed == len(self.finished) >= self._target:
             raise RolloutError(
-                f"rollout {self.rollout_id}: none of {self.num_failed} groups could be generated and scored; the last "
-                f"error: {self.last_error or 'samples were aborted'}"
+                f"rollout {self._rollout_id}: none of {self._num_failed} groups could be generated and scored; "
+                f"the last error: {self._last_error}"
             )
-        if len(self.finished) == self.num_drawn >= self._limit and len(self.kept) < self._target:
+        if len(self.finished) == self._num_drawn >= self._limit and len(self.kept) < self._target:
             raise RolloutError(self._explanation())
 
     def _explanation(self) -> str:
-        config = self.context.config
+        config = self._config
         text = (
-            f"rollout {self.rollout_id}: {self.num_drawn} prompts (--max-sampling-rounds {config.max_sampling_rounds} "
-            f"x --rollout-batch-size {self._target}) gave only {len(self.kept)} groups to train on, "
-            f"{self._target} are needed. "
+            f"rollout {self._rollout_id}: {self._num_drawn} prompts "
+            f"(--max-sampling-rounds {config.max_sampling_rounds} x --rollout-batch-size {self._target}) "
+            f"gave only {len(self.kept)} groups to train on, {self._target} are needed. "
         )
-        if self.filtered:
-            text += f"{len(self.filtered)} were dropped by {config.dynamic_sampling_filter_path}: {self._verdict()}. "
-        if self.num_failed:
-            text += f"{self.num_failed} failed, the last with: {self.last_error or 'samples were aborted'}"
+        if self._filtered:
+            text += f"{len(self._filtered)} were dropped by {config.dynamic_sampling_filter_path}: {self._verdict()}. "
+        if self._num_failed:
+            text += f"{self._num_failed} failed, the last with: {self._last_error}"
         return text.strip()
 
     def _verdict(self) -> str:
         """What the dropped groups say about the data, and what helps."""
         rewards = [self._reward(sample) for group in self.finished for sample in _usable(group)]
-        wrong, right = sum(map(self.all_wrong, self.filtered)), sum(map(self.all_right, self.filtered))
+        wrong, right = sum(map(self._all_wrong, self._filtered)), sum(map(self._all_right, self._filtered))
         text = (
             f"in {wrong} every answer was wrong (reward 0 or less), in {right} every one was right; over all samples "
             f"the mean reward is {fmean(rewards):.3g}, the lowest {min(rewards):.3g}, the highest {max(rewards):.3g}. "
@@ -226,11 +223,11 @@ class _Sampling:
             + "Most prompts are too hard or too easy for this model: choose others, or raise --n-samples-per-prompt"
         )
 
-    def all_wrong(self, group: Group) -> bool:
+    def _all_wrong(self, group: Group) -> bool:
         return all(self._reward(sample) <= 0 for sample in group)
 
-    def all_right(self, group: Group) -> bool:
+    def _all_right(self, group: Group) -> bool:
         return all(self._reward(sample) > 0 for sample in group)
 
     def _reward(self, sample: Sample) -> float:
-        return sample.reward_value(self.context.config.reward_key)
+        return sample.reward_value(self._config.reward_key)

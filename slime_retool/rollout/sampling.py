@@ -33,14 +33,6 @@ def evaluation_sampling_params(config: Config) -> dict[str, Any]:
     )
 
 
-def remaining_tokens(
-    config: Config, sampling_params: dict[str, Any], *, prompt_length: int, response_length: int = 0
-) -> int:
-    """Tokens that the next turn may have; 0 or less when the response's, `sampling_params["max_new_tokens"]`, or the
-    context's are used up."""
-    return config.response_limit(prompt_length, sampling_params["max_new_tokens"]) - response_length
-
-
 def _sampling_params(
     config: Config, *, temperature: float, top_p: float, top_k: int, max_new_tokens: int
 ) -> dict[str, Any]:

@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slime_retool.data.rendering import tokenize_conversation
+from slime_retool.chat import ChatTemplate
+from slime_retool.data.loss_mask import tokenize_conversation
 from slime_retool.errors import DataError
 from slime_retool.tool_use.calls import ToolCall
-from slime_retool.tool_use.codec import TextCodec
 from slime_retool.tool_use.retool import RetoolFormat
-from slime_retool.tool_use.template import ChatTemplate
 from slime_retool.types import Message, ToolSchema
 
 _NO_LIMIT = 1 << 20
@@ -21,7 +20,7 @@ _NO_LIMIT = 1 << 20
 class ConversationTokenizer:
     """(ids, loss_mask) of conversations with `tool_calls` and `tool` turns.
 
-    `qwen`: the chat template writes calls and tool turns (`data.rendering.tokenize_conversation`). `retool`: code
+    `qwen`: the chat template writes calls and tool turns (`data.loss_mask.tokenize_conversation`). `retool`: code
     blocks and interpreter blocks inside one assistant message, built piece by piece like a rollout, so that the ids are
     those which RL will see; the model's pieces are supervised, interpreter blocks are not. That one needs no template
     with tools.
@@ -29,12 +28,13 @@ class ConversationTokenizer:
 
     def __init__(self, tool_format: str, tokenizer: Any) -> None:
         self._tool_format, self._tokenizer = tool_format, tokenizer
+        self._template = ChatTemplate(tokenizer)
         self._formats: dict[str, _RetoolConversation] = {}
 
     def __call__(self, messages: list[Message], tools: list[ToolSchema] | None = None) -> tuple[list[int], list[int]]:
         """One mask entry per token. Raises DataError for a conversation that the format cannot hold."""
         if self._tool_format != "retool" or not tools:
-            return tokenize_conversation(self._tokenizer, messages, tools)
+            return tokenize_conversation(self._template, messages, tools)
         key = json.dumps(tools)
         if key not in self._formats:
             self._formats[key] = _RetoolConversation(self._tokenizer, tools)
@@ -44,8 +44,7 @@ class ConversationTokenizer:
 class _RetoolConversation:
     def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
         self._format = RetoolFormat(tokenizer, tools)
-        self._codec = TextCodec(tokenizer)
-        self._template = ChatTemplate(tokenizer)
+        self._template = self._format.template
 
     def tokenize(self, messages: list[Message]) -> tuple[list[int], list[int]]:
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
@@ -58,7 +57,7 @@ class _RetoolConversation:
         mask = [0] * len(ids)
         for text, observation in _pieces(messages[first:], self._code):
             self._refuse_control_text(text)
-            spoken = self._codec.encode(text)
+            spoken = self._template.codec.encode(text)
             if observation is None:
                 spoken.append(self._template.end_token_id)
                 shown: list[int] = []

@@ -1,4 +1,4 @@
-"""Figures of repeated samples: n answers to each of P problems, each answer right (1) or wrong (0). Pure Python.
+"""Metrics of repeated samples: n answers to each of P problems, each answer right (1) or wrong (0). Pure Python.
 
 Intervals are for the question "what would new problems like these give": answers to one problem are not
 independent, so the problems, not the answers, are counted as observations (https://arxiv.org/abs/2411.00640).

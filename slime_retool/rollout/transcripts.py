@@ -1,9 +1,10 @@
-"""Finished evaluation samples, one JSON line each, written as they end: a stopped evaluation goes on where it was."""
+"""Samples as JSON lines, for reading, replaying and the viewer: of a rollout, and of an evaluation as they end."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +18,26 @@ ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
 _FIELDS = {field.name for field in fields(Sample)}
 
 
+def dump_samples(path: Path, rows: Iterable[tuple[Sample, dict[str, Any]]]) -> None:
+    """Write each sample's fields, and the further ones given with it, as one line.
+
+    The file appears whole or not at all. What JSON cannot hold (from metadata, say) is written as its `repr`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("w", **ENCODING) as file:
+        file.writelines(_line(sample, further) for sample, further in rows)
+    os.replace(part, path)
+
+
+def _line(sample: Sample, further: dict[str, Any]) -> str:
+    return json.dumps({**asdict(sample), **further}, ensure_ascii=False, default=repr) + "\n"
+
+
 class Transcripts:
-    """The samples of one evaluation set. Use it as a context manager.
+    """The samples of one evaluation set, written as they end: a stopped evaluation goes on where it was.
+
+    Use it as a context manager.
 
     Without `resume` the file starts empty. With it, samples that an earlier evaluation left are in `done`, by
     `Sample.index`; those that FAILED or were ABORTED are not, so that they are tried again. `setting` describes what
@@ -36,15 +55,12 @@ class Transcripts:
             self._check(beside, text)
             self.done = _read(path)
         beside.write_text(text, encoding="utf-8")
-        part = path.with_name(path.name + ".part")
-        with part.open("w", **ENCODING) as file:
-            file.writelines(self._line(sample) for sample in self.done.values())
-        os.replace(part, path)
+        dump_samples(path, ((sample, further) for sample in self.done.values()))
         self._file = path.open("a", **ENCODING)
 
     def add(self, sample: Sample) -> None:
         """Write one finished sample."""
-        self._file.write(self._line(sample))
+        self._file.write(_line(sample, self._further))
         self._file.flush()
 
     def __enter__(self) -> Transcripts:
@@ -54,9 +70,6 @@ class Transcripts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-
-    def _line(self, sample: Sample) -> str:
-        return json.dumps({**asdict(sample), **self._further}, ensure_ascii=False, default=repr) + "\n"
 
     @staticmethod
     def _check(beside: Path, text: str) -> None:

@@ -9,8 +9,9 @@ import json
 from typing import Any
 
 from slime_retool.protocols import ChatEngine, ChatReply
-from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult
-from slime_retool.tool_use.loop import LoopBudgets
+from slime_retool.tool_use.calls import ToolCall, ToolCallError
+from slime_retool.tool_use.loop import LoopBudgets, answer_calls
+from slime_retool.tool_use.observation import shorten
 from slime_retool.tool_use.parser import to_call
 from slime_retool.tool_use.registry import ToolRegistry
 from slime_retool.types import Message, Sample, SampleStatus, ToolSchema
@@ -48,13 +49,10 @@ async def run_chat_loop(
                 sample.status = SampleStatus.TRUNCATED
             elif not reply.tool_calls:
                 sample.status = SampleStatus.COMPLETED
+            elif not budgets.calls_left(sample) or used >= budgets.max_response_tokens:
+                sample.status = SampleStatus.TRUNCATED
             else:
-                calls_left = budgets.max_tool_calls - sample.num_tool_calls
-                out = sample.num_turns >= budgets.max_turns or calls_left <= 0 or used >= budgets.max_response_tokens
-                if out:
-                    sample.status = SampleStatus.TRUNCATED
-                else:
-                    messages += await _answer(sample, reply, own_tools, budgets, calls_left, tools)
+                messages += await _answer(sample, reply, own_tools, budgets, tools)
     sample.response = "\n".join(_text(message) for message in messages[start:])
     sample.metadata = {**sample.metadata, "completion_tokens": used, "messages": messages}
     return sample
@@ -81,45 +79,20 @@ def _text(message: Message) -> str:
 
 
 async def _answer(
-    sample: Sample,
-    reply: ChatReply,
-    registry: ToolRegistry,
-    budgets: LoopBudgets,
-    calls_left: int,
-    tools: list[ToolSchema],
+    sample: Sample, reply: ChatReply, registry: ToolRegistry, budgets: LoopBudgets, tools: list[ToolSchema]
 ) -> list[Message]:
     """One tool message for each call, in order."""
     calls = [_read_call(call, tools) for call in reply.tool_calls]
     sample.num_malformed_calls += sum(isinstance(call, ToolCallError) for call in calls)
-    executed = [call for call in calls if isinstance(call, ToolCall)][:calls_left]
-    results = iter(await registry.execute_all(executed))
-    sample.num_tool_calls += len(executed)
-    messages = []
-    for raw, call in zip(reply.tool_calls, calls, strict=True):
-        if isinstance(call, ToolCallError):
-            text = call.message
-        else:
-            result = next(results, None) or ToolResult(
-                f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools."
-            )
-            sample.num_tool_errors += result.is_error
-            text = result.text
-        content = _shorten(text, budgets.max_observation_tokens * CHARACTERS_PER_TOKEN)
-        messages.append({"role": "tool", "tool_call_id": raw.get("id") or "", "content": content})
-    return messages
+    limit = budgets.max_observation_tokens * CHARACTERS_PER_TOKEN
+    texts = await answer_calls(sample, calls, registry, budgets, lambda text: shorten(text.rstrip(), limit))
+    return [
+        {"role": "tool", "tool_call_id": raw.get("id") or "", "content": text}
+        for raw, text in zip(reply.tool_calls, texts, strict=True)
+    ]
 
 
 def _read_call(raw: dict[str, Any], tools: list[ToolSchema]) -> ToolCall | ToolCallError:
     function = raw["function"]
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
     return to_call({"name": function.get("name"), "arguments": function.get("arguments") or "{}"}, schemas)
-
-
-def _shorten(text: str, limit: int) -> str:
-    """Head and tail in at most `limit` characters and a note."""
-    text = text.rstrip()
-    if len(text) <= limit:
-        return text
-    tail = limit // 3
-    omitted = len(text) - limit
-    return f"{text[: limit - tail]}\n... [{omitted} characters omitted] ...\n{text[len(text) - tail :]}"

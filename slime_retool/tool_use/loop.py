@@ -13,7 +13,7 @@ How it ends:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,46 @@ class LoopBudgets:
             left = min(left, self.max_context_tokens - len(sample.tokens))
         return left
 
+    def start(self, sample: Sample, prompt: list[int]) -> None:
+        """Begin `sample` anew with these ids. Raises RolloutError when they leave no room for a response."""
+        sample.reset()
+        sample.tokens = prompt
+        if self.remaining(sample) < 1:
+            raise RolloutError(
+                f"a prompt of {len(prompt)} tokens leaves no room for a response within --rollout-max-context-len "
+                f"{self.max_context_tokens}; raise it, or leave such prompts out with --rollout-max-prompt-len"
+            )
+
+    def calls_left(self, sample: Sample) -> int:
+        """Calls of its last turn that may be executed; none when there may be no further turn to show their results."""
+        return 0 if sample.num_turns >= self.max_turns else max(0, self.max_tool_calls - sample.num_tool_calls)
+
+
+async def answer_calls(
+    sample: Sample,
+    calls: Sequence[ToolCall | ToolCallError],
+    registry: ToolRegistry,
+    budgets: LoopBudgets,
+    fit: Callable[[str], str],
+) -> list[str]:
+    """What the model is shown for each call of a turn, in order, cut by `fit`; counts what was executed.
+
+    Calls beyond the sample's budget do not run. Raises ToolUnavailable on an outage.
+    """
+    executed = [call for call in calls if isinstance(call, ToolCall)][: budgets.calls_left(sample)]
+    results = iter(await registry.execute_all(executed))
+    sample.num_tool_calls += len(executed)
+    not_run = ToolResult(f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools.")
+    texts = []
+    for call in calls:
+        if isinstance(call, ToolCallError):
+            texts.append(fit(call.message))
+        else:
+            result = next(results, not_run)
+            sample.num_tool_errors += result.is_error
+            texts.append(fit(result.text))
+    return texts
+
 
 async def run_tool_loop(
     engine: GenerationEngine,
@@ -73,13 +113,7 @@ async def run_tool_loop(
 
     Raises EngineError or ToolUnavailable on an outage, RolloutError when the prompt leaves no room for a response.
     """
-    sample.reset()
-    sample.tokens = tool_format.prompt_ids(sample.prompt)
-    if budgets.remaining(sample) < 1:
-        raise RolloutError(
-            f"the prompt has {len(sample.tokens)} tokens and leaves no room for a response within "
-            f"rollout_max_context_len {budgets.max_context_tokens}; raise it or set rollout_max_prompt_len"
-        )
+    budgets.start(sample, tool_format.prompt_ids(sample.prompt))
     params = _with_stop(sampling_params, tool_format.stop)
     session = str(sample.index)
     turn_start = len(sample.tokens)
@@ -90,7 +124,7 @@ async def run_tool_loop(
             # A copy: the engine must not see ids that are appended while it still holds the request.
             request = list(sample.tokens), {**params, "max_new_tokens": limit}
             completion = await engine.generate(*request, session=session)
-            _append_turn(sample, completion, limit)
+            append_turn(sample, completion, limit)
             if completion.finish_reason == "abort":
                 sample.status = SampleStatus.ABORTED
             elif completion.finish_reason == "length":
@@ -99,8 +133,7 @@ async def run_tool_loop(
                 turn = tool_format.read_turn(sample.tokens[turn_start:])
                 turn_end = len(sample.tokens)
                 if not turn.unfinished:
-                    for call in turn.calls:
-                        sample.num_malformed_calls += isinstance(call, ToolCallError)
+                    sample.num_malformed_calls += sum(isinstance(call, ToolCallError) for call in turn.calls)
                 if not turn.calls and not turn.unfinished:
                     sample.status = SampleStatus.COMPLETED
                 elif not await _answer(sample, turn, tool_format, tools, budgets):
@@ -122,7 +155,8 @@ def _with_stop(sampling_params: dict[str, Any], texts: Sequence[str]) -> dict[st
     return {**sampling_params, "stop": [*given, *texts], "no_stop_trim": True}
 
 
-def _append_turn(sample: Sample, completion: Completion, limit: int) -> None:
+def append_turn(sample: Sample, completion: Completion, limit: int) -> None:
+    """What the engine wrote, as it is. Raises EngineError when it has more than `limit` tokens or other log-probs."""
     if len(completion.ids) != len(completion.log_probs) or len(completion.ids) > limit:
         raise EngineError(
             f"the engine must return one log-prob for each of at most {limit} tokens, got {len(completion.ids)} "
@@ -141,24 +175,14 @@ async def _answer(
     A turn that is unfinished has nothing to answer (its whole calls, if any, are answered when it is finished) and is
     held to the same budgets.
     """
-    calls_left = budgets.max_tool_calls - sample.num_tool_calls
-    if sample.num_turns >= budgets.max_turns or calls_left <= 0:
+    if not budgets.calls_left(sample):
         return False
     observations = []
     if not turn.unfinished:
-        executed = [call for call in turn.calls if isinstance(call, ToolCall)][:calls_left]
-        results = iter(await registry.execute_all(executed))
-        sample.num_tool_calls += len(executed)
-        for call in turn.calls:
-            if isinstance(call, ToolCallError):
-                text = call.message
-            else:
-                result = next(results, None) or ToolResult(
-                    f"Error: not run, all {budgets.max_tool_calls} tool calls are used up. Answer without tools."
-                )
-                sample.num_tool_errors += result.is_error
-                text = result.text
-            observations.append(tool_format.fit_observation(text, budgets.max_observation_tokens))
+        limit = budgets.max_observation_tokens
+        observations = await answer_calls(
+            sample, turn.calls, registry, budgets, lambda text: tool_format.fit_observation(text, limit)
+        )
     ids = tool_format.observation_ids(observations, turn)
     if len(ids) >= budgets.remaining(sample):
         return False

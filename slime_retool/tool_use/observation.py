@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slime_retool.tool_use.codec import TextCodec
+from slime_retool.chat import TextCodec
 
 # Tags that structure a conversation in the Qwen and ReTool formats, also where a tokenizer has no token for them.
 _TAGS = "tool_call|tool_response|tools|think|code|interpreter|answer"
@@ -53,21 +53,24 @@ class ObservationFilter:
         if text.isascii() and len(text) < max_tokens:  # at most one token for a character, and one for the beginning
             return text
         keep = min(len(text), _MAX_CHARS_PER_TOKEN * max_tokens)
-        shown = _cut(text, keep)
+        shown = shorten(text, keep)
         while (count := self._count(shown)) > max_tokens:
             # Density differs within the text: aim a little below, and always make progress.
             keep = min(keep - 1, int(keep * max_tokens / count * 0.95))
             if keep <= 0:
                 return ""
-            shown = _cut(text, keep)
+            shown = shorten(text, keep)
         return shown
 
     def _count(self, text: str) -> int:
         return len(self._codec.encode(text))
 
 
-def _cut(text: str, keep: int) -> str:
-    """`keep` characters of text: two thirds from its head and one from its tail, or more to keep the last line."""
+def shorten(text: str, keep: int) -> str:
+    """`keep` characters of text and a note of what is missing.
+
+    Two thirds are from its head and one from its tail, or more to keep the last line.
+    """
     if len(text) <= keep:
         return text
     last_line = len(text) - (text.rfind("\n") + 1)

@@ -1,7 +1,7 @@
 r"""Qwen's format: calls as JSON in `<tool_call>` tags, observations as messages of role tool.
 
     turn          <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>
-    observation   what the chat template writes between this turn and the next (see `template`)
+    observation   what the chat template writes between this turn and the next (see `suffix`)
 
 The template shows the model the tools' schemas.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slime_retool.chat import TURN_MARK, ChatTemplate
 from slime_retool.errors import ConfigError
 from slime_retool.tool_use.calls import Turn
 from slime_retool.tool_use.observation import ObservationFilter
 from slime_retool.tool_use.parser import parse_tool_calls
-from slime_retool.tool_use.template import TEXT_MARK, TURN_MARK, ChatTemplate, SuffixFrame
+from slime_retool.tool_use.suffix import TEXT_MARK, SuffixFrame
 from slime_retool.types import Message, ToolSchema
 
 
@@ -27,12 +28,12 @@ class QwenFormat:
     def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
         check_template(tokenizer)
         self.tools = list(tools)
-        self._template = ChatTemplate(tokenizer, tools)
+        self._template = ChatTemplate(tokenizer)
         self._filter = ObservationFilter(tokenizer)
-        self._suffix = SuffixFrame(self._template, lambda texts: self._template.suffix(_dummy(texts)))
+        self._suffix = SuffixFrame(self._template, _dummy, tools)
 
     def prompt_ids(self, prompt: list[Message] | str) -> list[int]:
-        return self._template.prompt_ids(prompt)
+        return self._template.prompt_ids(prompt, self.tools)
 
     def text(self, ids: Sequence[int]) -> str:
         return self._template.decode_without_end(ids)

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slime_retool.chat import TURN_MARK, ChatTemplate
 from slime_retool.errors import ConfigError
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, Turn
 from slime_retool.tool_use.code_blocks import CLOSE, FORM, OPEN, parse_code_blocks
 from slime_retool.tool_use.observation import ObservationFilter
-from slime_retool.tool_use.template import TEXT_MARK, TURN_MARK, ChatTemplate, SuffixFrame
+from slime_retool.tool_use.suffix import TEXT_MARK, SuffixFrame
 from slime_retool.types import Message, ToolSchema
 
 _INSTRUCTION = r"""You can run Python code while you work on a problem. Write it as a fenced block between code tags:
@@ -49,28 +50,28 @@ class RetoolFormat:
     def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
         self.tool, self.argument = _code_tool(tools)
         self._instruction = instruction(tools)
-        self._template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer)
+        _check_system_message(self.template)
         self._filter = ObservationFilter(tokenizer)
-        self._suffix = SuffixFrame(self._template, self._render_suffix)
-        _check_system_message(self._template)
+        self._suffix = SuffixFrame(self.template, _conversation)
 
     def prompt_ids(self, prompt: list[Message] | str) -> list[int]:
         if not isinstance(prompt, str):
             prompt = _with_instruction(prompt, self._instruction)
-        return self._template.prompt_ids(prompt)
+        return self.template.prompt_ids(prompt)
 
     def text(self, ids: Sequence[int]) -> str:
-        return self._template.decode_without_end(ids)
+        return self.template.decode_without_end(ids)
 
     def read_turn(self, ids: Sequence[int]) -> Turn:
         """An open block means: the engine trimmed the stop text, or stopped at one that is part of the code, or the
         model ended its message there. The last id tells the last case."""
-        text = self._template.codec.decode(ids)
-        if bool(ids) and ids[-1] in self._template.special_ids:
+        text = self.template.codec.decode(ids)
+        if bool(ids) and ids[-1] in self.template.special_ids:
             blocks, unclosed = parse_code_blocks(text)
             if unclosed:
                 blocks.append(ToolCallError(f"Error: the code block is not closed. {FORM}"))
-            missing = "" if ids[-1] == self._template.end_token_id else self._template.end_token
+            missing = "" if ids[-1] == self.template.end_token_id else self.template.end_token
             return Turn(text, self._calls(blocks), missing=missing)
         missing = CLOSE if _is_open(text) and not self._stop_text_is_there(text, ids) else ""
         blocks, unclosed = parse_code_blocks(text + missing)
@@ -86,27 +87,18 @@ class RetoolFormat:
             return ids if turn.missing else ids[1:]
         shown = _shown(observations)
         begin = "\n" if shown and not (turn.text + turn.missing).endswith("\n") else ""
-        return self._template.codec.encode(turn.missing + begin + shown)
+        return self.template.codec.encode(turn.missing + begin + shown)
 
     def _stop_text_is_there(self, text: str, ids: Sequence[int]) -> bool:
         """Whether the last id completed the stop text; it may hold characters behind it."""
         end = text.rfind(CLOSE) + len(CLOSE)
-        return text.endswith(CLOSE) or (CLOSE in text and end > len(self._template.codec.decode(ids[:-1])))
+        return text.endswith(CLOSE) or (CLOSE in text and end > len(self.template.codec.decode(ids[:-1])))
 
     def _calls(self, blocks: Sequence[str | ToolCallError]) -> list[ToolCall | ToolCallError]:
         return [
             block if isinstance(block, ToolCallError) else ToolCall(self.tool, {self.argument: block})
             for block in blocks
         ]
-
-    def _render_suffix(self, observations: Sequence[str]) -> str:
-        messages = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": TURN_MARK},
-            {"role": "user", "content": _shown(observations).removesuffix("\n")},
-        ]
-        return self._template.suffix(messages)
-
 
 def instruction(tools: Sequence[ToolSchema]) -> str:
     """What the system message says about the format, with the tool's own description."""
@@ -152,3 +144,11 @@ def _is_open(text: str) -> bool:
 
 def _shown(observations: Sequence[str]) -> str:
     return "".join(f"<interpreter>\n{text}\n</interpreter>\n" for text in observations)
+
+
+def _conversation(observations: Sequence[str]) -> list[Message]:
+    return [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": TURN_MARK},
+        {"role": "user", "content": _shown(observations).removesuffix("\n")},
+    ]

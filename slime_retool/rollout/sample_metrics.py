@@ -10,29 +10,29 @@ from slime_retool.rollout.hooks import USABLE
 from slime_retool.types import Sample, SampleStatus
 
 
-def sample_figures(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """Figures of all finished samples; means are over the usable (completed or truncated) ones.
+def sample_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
+    """Metrics of all finished samples; means are over the usable (completed or truncated) ones.
 
     `accuracy` is the share with a reward above 0. `model_tokens` are those the model wrote, `response_tokens` also
     count observations. `failed_<boundary>` count outages. With no usable sample only shares and counts are there.
     """
-    figures: dict[str, float] = {"samples": float(len(samples))}
+    metrics: dict[str, float] = {"samples": float(len(samples))}
     if not samples:
-        return figures
+        return metrics
     statuses = Counter(sample.status for sample in samples)
     for status in (SampleStatus.TRUNCATED, SampleStatus.ABORTED, SampleStatus.FAILED):
-        figures[f"{status.value}_ratio"] = statuses[status] / len(samples)
+        metrics[f"{status.value}_ratio"] = statuses[status] / len(samples)
     failed = [sample for sample in samples if sample.status == SampleStatus.FAILED]
     for boundary, count in Counter(map(boundary_of, failed)).items():
-        figures[f"failed_{boundary}"] = float(count)
+        metrics[f"failed_{boundary}"] = float(count)
     usable = [sample for sample in samples if sample.status in USABLE]
     if not usable:
-        return figures
+        return metrics
     rewards = [sample.reward_value(reward_key) for sample in usable]
     model_tokens = [sum(sample.loss_mask) for sample in usable]
     calls = sum(sample.num_tool_calls for sample in usable)
     versions = [version for sample in usable for version in sample.weight_versions]
-    figures |= {
+    metrics |= {
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
         "accuracy": share(reward > 0 for reward in rewards),
@@ -49,22 +49,22 @@ def sample_figures(samples: Sequence[Sample], reward_key: str | None) -> dict[st
         "log_prob_mean": sum(sum(sample.rollout_log_probs) for sample in usable) / max(sum(model_tokens), 1),
     }
     if versions:
-        figures |= {"weight_version_min": float(min(versions)), "weight_version_max": float(max(versions))}
-    return figures
+        metrics |= {"weight_version_min": float(min(versions)), "weight_version_max": float(max(versions))}
+    return metrics
 
 
-SOURCE_FIGURES = (
+SOURCE_METRICS = (
     "samples", "accuracy", "reward_mean", "tool_call_rate", "mean_turns", "response_tokens_mean", "truncated_ratio",
 )  # fmt: skip
 
 
-def source_figures(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """`<source>/<figure>` of the data sets that samples name (`Sample.source`), for a few figures of each."""
-    figures: dict[str, float] = {}
+def source_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
+    """`<source>/<metric>` of the data sets that samples name (`Sample.source`), for a few metrics of each."""
+    metrics: dict[str, float] = {}
     for source in sorted({sample.source for sample in samples} - {""}):
-        of_source = sample_figures([sample for sample in samples if sample.source == source], reward_key)
-        figures |= {f"{source}/{name}": of_source[name] for name in SOURCE_FIGURES if name in of_source}
-    return figures
+        of_source = sample_metrics([sample for sample in samples if sample.source == source], reward_key)
+        metrics |= {f"{source}/{name}": of_source[name] for name in SOURCE_METRICS if name in of_source}
+    return metrics
 
 
 def boundary_of(sample: Sample) -> str:

@@ -1,9 +1,9 @@
-"""The figures of one evaluation set.
+"""The metrics of one evaluation set.
 
 With n samples per problem and k = 1, 2, 4, ... n (see `rollout.statistics` for the formulas):
 
     eval/<set>/accuracy                     mean over problems of the share of right answers
-    eval/<set>/...                          what the samples are described by (`rollout.figures`)
+    eval/<set>/...                          what the samples are described by (`rollout.sample_metrics`)
     val-core/<set>/acc/mean@n               the same accuracy, under the name that verl's users look for
     val-aux/<set>/acc/mean@n/low, /high     its 95 % confidence interval
     val-aux/<set>/acc/pass@k, maj@k         maj@k where the reward names the answer it found ("pred")
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from slime_retool.reward.shaping import conversation_messages
-from slime_retool.rollout.figures import sample_figures
 from slime_retool.rollout.hooks import USABLE
+from slime_retool.rollout.sample_metrics import sample_metrics
 from slime_retool.rollout.statistics import estimate, majority_at_k, pass_at_k, powers_up_to
 from slime_retool.types import Sample
 
-# Name of a figure of `sample_figures` -> its name in `eval/<set>/<name>`.
+# Name of a metric of `sample_metrics` -> its name in `eval/<set>/<name>`.
 REPORTED = {
     "reward_mean": "reward",
     "tool_call_rate": "tool_call_rate",
@@ -65,8 +65,8 @@ def answer_of(sample: Sample) -> str | None:
     return None if found is None or str(found) == "" else str(found)
 
 
-def set_figures(name: str, samples: Sequence[Sample], per_problem: int, reward_key: str | None) -> dict[str, float]:
-    """All figures of the set `name`; `samples` hold at least one usable one.
+def set_metrics(name: str, samples: Sequence[Sample], per_problem: int, reward_key: str | None) -> dict[str, float]:
+    """All metrics of the set `name`; `samples` hold at least one usable one.
 
     Problems count by their usable samples; one that lost all of them to outages is left out (see `failed`).
     """
@@ -75,33 +75,33 @@ def set_figures(name: str, samples: Sequence[Sample], per_problem: int, reward_k
         if sample.status in USABLE:
             problems.setdefault(sample.group_index, []).append(sample)
     verdicts = [Verdicts.of(group, reward_key) for group in problems.values()]
-    described = sample_figures(samples, reward_key)
+    described = sample_metrics(samples, reward_key)
     mean = estimate([verdict.accuracy for verdict in verdicts])
     usable = [sample for group in problems.values() for sample in group]
     core, aux = f"val-core/{name}", f"val-aux/{name}"
-    figures = {f"eval/{name}/accuracy": mean.mean}
-    figures |= {f"eval/{name}/{reported}": described[figure] for figure, reported in REPORTED.items()}
+    metrics = {f"eval/{name}/accuracy": mean.mean}
+    metrics |= {f"eval/{name}/{reported}": described[metric] for metric, reported in REPORTED.items()}
     # A chat API returns no ids, only their number.
     lengths = [sample.metadata.get("completion_tokens", sample.response_length) for sample in usable]
-    figures[f"eval/{name}/response_length"] = fmean(lengths)
-    figures[f"{core}/acc/mean@{per_problem}"] = mean.mean
-    figures[f"{aux}/acc/mean@{per_problem}/low"] = mean.low
-    figures[f"{aux}/acc/mean@{per_problem}/high"] = mean.high
+    metrics[f"eval/{name}/response_length"] = fmean(lengths)
+    metrics[f"{core}/acc/mean@{per_problem}"] = mean.mean
+    metrics[f"{aux}/acc/mean@{per_problem}/low"] = mean.low
+    metrics[f"{aux}/acc/mean@{per_problem}/high"] = mean.high
     complete = min(len(verdict.right) for verdict in verdicts)
     if complete > 1:
         voted = any(answer is not None for verdict in verdicts for answer in verdict.answers)
         for k in powers_up_to(complete):
-            figures[f"{aux}/acc/pass@{k}"] = fmean(pass_at_k(len(v.right), sum(v.right), k) for v in verdicts)
+            metrics[f"{aux}/acc/pass@{k}"] = fmean(pass_at_k(len(v.right), sum(v.right), k) for v in verdicts)
             if voted:
-                figures[f"{aux}/acc/maj@{k}"] = fmean(majority_at_k(v.answers, v.right, k) for v in verdicts)
-    figures |= _turns(aux, usable)
+                metrics[f"{aux}/acc/maj@{k}"] = fmean(majority_at_k(v.answers, v.right, k) for v in verdicts)
+    metrics |= _turns(aux, usable)
     calls = sum(sample.num_tool_calls for sample in usable)
     if calls:
-        figures[f"{aux}/code/pass_rate"] = 1 - sum(sample.num_tool_errors for sample in usable) / calls
-    return figures
+        metrics[f"{aux}/code/pass_rate"] = 1 - sum(sample.num_tool_errors for sample in usable) / calls
+    return metrics
 
 
-def all_sets_figures(samples: Sequence[Sample]) -> dict[str, float]:
+def all_sets_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """`val-aux/num_turns/mean` (min, max) over all sets together."""
     return _turns("val-aux", [sample for sample in samples if sample.status in USABLE])
 

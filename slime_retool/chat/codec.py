@@ -91,8 +91,11 @@ class _ByteTable(dict[int, bytes]):
 
     def __missing__(self, number: int) -> bytes:
         token = self._rust.id_to_token(number) or ""
-        mapped = [self._byte.get(character) for character in token]
-        value = self[number] = token.encode() if None in mapped else bytes(mapped)
+        try:
+            value = bytes(self._byte[character] for character in token)
+        except KeyError:
+            value = token.encode()
+        self[number] = value
         return value
 
 
