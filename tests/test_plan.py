@@ -24,7 +24,6 @@ from slime_retool.cli import main
 from slime_retool.commands.plan.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.commands.plan.generation import generate_seconds
 from slime_retool.commands.plan.memory import host_memory, stage_memory, trainer_memory
-from slime_retool.commands.plan.models import trained_models
 from slime_retool.commands.plan.plan import Plan, make_plan
 from slime_retool.commands.plan.timing import stage_passes, train_seconds
 from slime_retool.commands.plan.workload import Workload
@@ -70,7 +69,7 @@ def test_a_checkpoint_takes_its_weights_and_optimizer_on_disk():
     adapters = config_of("qwen3-4B", lora_rank=32, no_save_optim=True, advantage_estimator="ppo")
     assert adapters.checkpoint_bytes() == 2 * 36 * adapter_parameters(adapters, adapters.lora)
     # A critic has no adapters, and a head of one row where an untied model has the output layer.
-    assert adapters.roles[1].checkpoint_bytes == 2 * (total_parameters(adapters) + 2560)
+    assert adapters.roles[1].checkpoint_bytes == 2 * total_parameters(adapters)
     untied = config_of("qwen3-8B", advantage_estimator="ppo")
     critic = 14 * (total_parameters(untied) - 151_935 * 4096)
     assert [role.checkpoint_bytes for role in untied.roles] == [untied.checkpoint_bytes(), critic]
@@ -170,7 +169,7 @@ def test_pipeline_stages_keep_one_micro_batch_for_each_stage_behind_them():
     config = config_of(
         "qwen3-8B", actor_num_gpus_per_node=4, pipeline_model_parallel_size=4, max_tokens_per_gpu=4096, **PACKED
     )
-    stages = [stage_memory(trained_models(config), work(1000), stage).activations for stage in range(4)]
+    stages = [stage_memory(config.roles, work(1000), stage).activations for stage in range(4)]
     once = stages[2] - stages[3]
     assert stages[0] - stages[1] == pytest.approx(stages[1] - stages[2]) == pytest.approx(once, rel=0.02)
     single = config_of("qwen3-8B", max_tokens_per_gpu=4096, **PACKED)

@@ -90,7 +90,7 @@ def compute_advantages(algorithm: Algorithm, inputs: AdvantageInputs, *, whiten:
     """
     segments = inputs.segments
     if algorithm.needs_critic and inputs.values is None:
-        raise ValueError(f"--advantage-estimator {algorithm.name} needs a critic's values")
+        raise ValueError(f"--advantage-estimator {algorithm.name} needs values of each token")
     advantages = loaded(algorithm.advantage)(inputs)
     if advantages.shape != segments.learned.shape:
         raise ValueError(

@@ -129,7 +129,9 @@ class Config(
     def roles(self) -> list[Role]:
         """The models that are trained, the policy first."""
         policy = Role("actor", self)
-        return [policy, Role("critic", self.of_critic())] if self.uses_critic else [policy]
+        if not self.uses_critic:
+            return [policy]
+        return [policy, Role("critic", self.of_critic(), has_logits=False, apart=self._critic_processes is not None)]
 
     @property
     def trainer_groups(self) -> list[tuple[str, Config]]:
@@ -151,7 +153,7 @@ class Config(
         }
 
     def of_critic(self) -> Config:
-        """The options as the critic has them: its own learning rate and folders, no tied output layer, no adapters.
+        """The options as the critic has them: its own learning rate and folders, no adapters.
 
         Its folders are by default those called `critic` in the actor's.
         """
@@ -166,7 +168,6 @@ class Config(
             num_critic_only_steps=0,
             load=self.critic_load or (self.load and os.path.join(self.load, "critic")),
             save=self.critic_save or (self.save and os.path.join(self.save, "critic")),
-            untie_embeddings_and_output_weights=True,
             lora_rank=None,
         )
 
@@ -291,6 +292,10 @@ class Role:
     name: str
     config: Config
     """The run's options as this model has them: its learning rate, folders, adapters, and processes."""
+    has_logits: bool = True
+    """It predicts words. Otherwise one value for each token takes the place of the output layer."""
+    apart: bool = False
+    """It has processes of its own, which train while the policy's do."""
 
     def flag(self, actors: str) -> str:
         """The flag of this model's that is `actors` of the actor: --save, --critic-save."""
@@ -299,7 +304,7 @@ class Role:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint."""
-        return self.config.checkpoint_bytes(value_head=self.name == "critic")
+        return self.config.checkpoint_bytes(value_head=not self.has_logits)
 
 
 HOOK_PATHS = tuple(flags.names_of(Config, metavar="MODULE.FUNCTION"))

@@ -7,6 +7,7 @@ t - 1, as the token's log-prob does, and is laid out in the same way.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ class Critic(ModelRole):
     def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
         """`config` is the run's, not that of its role."""
         self._run_config = config
-        super().__init__(config.of_critic(), TotalLoss([(VALUE_LOSS, 1.0)]), device=device, dtype=dtype)
+        # The value head takes the output layer's place, so that there is none to tie to the embedding.
+        own = replace(config.of_critic(), untie_embeddings_and_output_weights=True)
+        super().__init__(own, TotalLoss([(VALUE_LOSS, 1.0)]), device=device, dtype=dtype)
 
     def _build_module(self) -> Any:
         module = super()._build_module()

@@ -3,7 +3,7 @@
 What a trainer holds falls into three parts, found anew each time:
 
     weights   parameters and buffers of the actor          kept on the host while away
-    state     fp32 main weights, Adam's moments, critic    kept on the host while away
+    state     fp32 main weights, moments, other models     kept on the host while away
     grads     gradient buffers                             dropped: they are zeroed before every use
 
 Tensors stay the same objects: only their storages shrink to nothing and grow again, so that every view that Megatron

@@ -36,9 +36,9 @@ from slime_retool.commands.plan.activations import (
     sequence_split,
     stage_activation_bytes,
 )
-from slime_retool.commands.plan.models import TrainedModel, trained_models
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
+from slime_retool.config.config import Role
 
 RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest: outside of what torch counts."""
@@ -118,20 +118,22 @@ def layers_of_stages(config: Config) -> list[int]:
 
 def trainer_memory(config: Config, workload: Workload) -> TrainerMemory:
     """Bytes on the fullest rank of the first model's processes."""
-    return _fullest([model for model in trained_models(config) if not model.apart], workload)
+    return trainer_memories(config, workload)[0]
 
 
-def memory_apart(config: Config, workload: Workload) -> dict[str, int]:
-    """Bytes on the fullest GPU of each model that has processes of its own, by name."""
-    return {model.name: _fullest([model], workload).total for model in trained_models(config) if model.apart}
+def trainer_memories(config: Config, workload: Workload) -> tuple[TrainerMemory, dict[str, int]]:
+    """(`trainer_memory`, bytes on the fullest GPU of each model that has processes of its own, by name)."""
+    models = config.roles
+    apart = {model.name: _fullest([model], workload).total for model in models if model.apart}
+    return _fullest([model for model in models if not model.apart], workload), apart
 
 
-def _fullest(models: list[TrainedModel], workload: Workload) -> TrainerMemory:
+def _fullest(models: list[Role], workload: Workload) -> TrainerMemory:
     stages = range(models[0].config.pipeline_model_parallel_size)
     return max((stage_memory(models, workload, stage) for stage in stages), key=lambda memory: memory.total)
 
 
-def stage_memory(models: list[TrainedModel], workload: Workload, stage: int) -> TrainerMemory:
+def stage_memory(models: list[Role], workload: Workload, stage: int) -> TrainerMemory:
     """Bytes on a rank of one pipeline stage, whose processes train `models`, one after the other."""
     config = models[0].config
     pp, layers = config.pipeline_model_parallel_size, layers_of_stages(config)[stage]
@@ -156,7 +158,7 @@ def stage_memory(models: list[TrainedModel], workload: Workload, stage: int) -> 
     )
 
 
-def _state_bytes(model: TrainedModel, stage: int, layers: int) -> tuple[int, int, int, int]:
+def _state_bytes(model: Role, stage: int, layers: int) -> tuple[int, int, int, int]:
     """(weights, gradients, optimizer, optimizer on the host) of a rank of one pipeline stage with so many layers."""
     config = model.config
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size

@@ -15,11 +15,9 @@ from slime_retool.commands.plan.memory import (
     TrainerMemory,
     engine_memory,
     host_memory,
-    memory_apart,
     micro_batches,
-    trainer_memory,
+    trainer_memories,
 )
-from slime_retool.commands.plan.models import trained_models
 from slime_retool.commands.plan.timing import forward_seconds, train_seconds
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
@@ -89,7 +87,7 @@ def make_plan(config: Config, card: Card, workload: Workload) -> Plan:
     """The plan of a run that `check_layout` accepts."""
     trainer, engine, moments = memory_of_moments(config, card, workload)
     time = _step_time(config, card, workload, trainer)
-    trainer_gpus = config.world_size + sum(model.config.world_size for model in trained_models(config) if model.apart)
+    trainer_gpus = config.world_size + sum(model.config.world_size for model in config.roles if model.apart)
     engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine
     length = workload.attended
     of_sequence = model_flops(config, [length], training=True, logit_tokens=length * workload.learned, lora=config.lora)
@@ -126,10 +124,10 @@ def memory_of_moments(
     config: Config, card: Card, workload: Workload
 ) -> tuple[TrainerMemory, EngineMemory | None, dict[str, int]]:
     """(trainer, engine, bytes on the fullest GPU at each moment)."""
-    trainer = trainer_memory(config, workload)
+    trainer, apart = trainer_memories(config, workload)
     engine = engine_memory(config, card) if config.num_engines else None
     moments = _moments(config, trainer, engine)
-    moments |= {f"training the {name}": held for name, held in memory_apart(config, workload).items()}
+    moments |= {f"training the {name}": held for name, held in apart.items()}
     return trainer, engine, moments
 
 
@@ -170,7 +168,7 @@ def find_problems(card: Card, workload: Workload, engine: EngineMemory | None, m
 def _step_time(config: Config, card: Card, workload: Workload, trainer: TrainerMemory) -> StepTime:
     passes = int(config.recomputes_log_probs) + int(config.needs_reference)
     train, others = train_seconds(config, card, workload), 0.0
-    for model in trained_models(config)[1:]:
+    for model in config.roles[1:]:
         trained = train_seconds(model.config, card, workload, logits=model.has_logits)
         if model.apart:  # it trains while the first one does
             trained = max(0.0, trained - train)
