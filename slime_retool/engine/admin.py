@@ -27,12 +27,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime_retool.engine.checksum import REPORT_LOADER
+from slime_retool.engine.process import direct
 from slime_retool.errors import WeightUpdateError
 
 MemoryTag = Literal["weights", "kv_cache"]
-
-# Engines are reached directly, whatever proxy the environment names.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class EngineAdmin:
@@ -189,7 +187,7 @@ class EngineAdmin:
             headers={"Content-Type": "application/json"},
         )
         try:
-            with _opener.open(request, timeout=self.timeout) as reply:
+            with direct.open(request, timeout=self.timeout) as reply:
                 return reply.read().decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace").strip()

@@ -27,6 +27,9 @@ PORT_TRIES = 4
 # What the log of a server says when another process took its port between our choice and its bind.
 PORT_TAKEN = ("address already in use", "addrinuse", "port is not available", "is already in use")
 
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Reaches servers of the run, whatever proxy the environment names."""
+
 
 class ServerError(SlimeRetoolError, RuntimeError):
     """A server did not start or ended by itself; the message holds the end of its log."""
@@ -62,9 +65,8 @@ def held_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
 
 def answers(url: str, timeout: float = 2.0) -> bool:
     """Whether a GET of `url` is answered with 200."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=timeout) as reply:
+        with direct.open(url, timeout=timeout) as reply:
             return reply.status == 200
     except (OSError, ValueError, HTTPException):
         return False
