@@ -54,11 +54,8 @@ def become_nobody(uid: int) -> None:
 
 def write_maps(uid: int, gid: int) -> None:
     """In a new user namespace: `INSIDE_ID` is this user and group outside."""
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{INSIDE_ID} {uid} 1"),
-        ("gid_map", f"{INSIDE_ID} {gid} 1"),
-    ):
+    maps = {"setgroups": "deny", "uid_map": f"{INSIDE_ID} {uid} 1", "gid_map": f"{INSIDE_ID} {gid} 1"}
+    for name, text in maps.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 

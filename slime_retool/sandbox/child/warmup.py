@@ -13,9 +13,8 @@ import importlib
 from collections.abc import Callable
 
 STDLIB = (
-    "__future__ ast bisect cmath collections copy csv dataclasses datetime decimal enum fractions "
-    "functools heapq io itertools json "
-    "math numbers operator random re statistics string textwrap threading time traceback typing warnings"
+    "__future__ ast bisect cmath collections copy csv dataclasses datetime decimal enum fractions functools heapq io "
+    "itertools json math numbers operator random re statistics string textwrap threading time traceback typing warnings"
 ).split()
 
 
