@@ -1,8 +1,7 @@
 """The sandbox beside a plain `python -c` subprocess, and beside another sandbox: calls a second and CPU a call.
 
     python benchmarks/sandbox.py --callers 1 32 256
-    python benchmarks/sandbox.py --against other/sandbox.py    # a module or class with `async
-    execute_code(code)`
+    python benchmarks/sandbox.py --against other/sandbox.py    # a module or class with `async execute_code(code)`
 
 Three programs (`print`, a sympy equation, 50 ms of CPU), as one-shots and as cells of sessions. CPU counts the caller
 and every process of the sandbox. On a busy machine compare `cpu_ms`. Prints a table and, with --json, writes all

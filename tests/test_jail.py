@@ -397,7 +397,7 @@ def test_packages_bring_what_they_require() -> None:
 def test_a_refusal_names_the_layer_the_kernels_answer_and_what_to_do() -> None:
     """In a process whose limit of user namespaces is none, as where they are forbidden."""
     code = """
-import asyncio, sys
+import asyncio, os, sys
 from slime_retool.sandbox.child import namespaces
 from slime_retool.sandbox.host import client
 from slime_retool.sandbox import *
@@ -408,7 +408,7 @@ except SandboxUnavailable as error:
     print("refused:", error)
 """
     no_namespaces = (
-        "ids = namespaces.map_user()\nnamespaces.unshare(namespaces.NEWUSER)\nnamespaces.write_maps(*ids)\n"
+        "ids = os.getuid(), os.getgid()\nnamespaces.unshare(namespaces.NEWUSER)\nnamespaces.write_maps(*ids)\n"
         "open('/proc/sys/user/max_user_namespaces', 'w').write('0')"
     )
     if "namespaces" in LEVELS:

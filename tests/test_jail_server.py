@@ -7,6 +7,7 @@ import base64
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -40,8 +41,9 @@ async def post(url: str, **body: object) -> tuple[int, dict]:
         return response.status, await response.json()
 
 
-async def test_requests_and_responses_have_the_documented_fields() -> None:
-    async with serving(make_app(POLICY)) as url:
+@pytest.mark.parametrize("level", dict.fromkeys((*LEVELS, "none")))
+async def test_requests_and_responses_have_the_documented_fields(level: str) -> None:
+    async with serving(make_app(replace(POLICY, isolation=level))) as url:
         status, answer = await post(
             url,
             code="print(input(), open('a').read())\nopen('b', 'w').write('out')",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -374,3 +376,20 @@ def test_code_that_kills_its_guardian_ends_with_it() -> None:
 
     ended, after = in_box(use)
     assert ended.status in (Status.KILLED, Status.MEMORY) and after.result == "1"
+
+
+def test_processes_that_cannot_be_set_up_are_an_outage_in_sessions_too_and_are_not_tried_for_ever() -> None:
+    async def use(box: Sandbox) -> tuple[list[Result], int, int]:
+        shutil.rmtree(Path(box._client._folder) / "work")
+        await box.run("1")  # uses up the process that was ready
+        session = box.session("s")
+        refused = [await asyncio.wait_for(session.run("1"), 60) for _ in range(3)]
+        refused += await asyncio.wait_for(asyncio.gather(box.run("1"), session.run("1"), session.run("1")), 60)
+        forks = [(await box.stats())["counts"]["forks"]]
+        await asyncio.sleep(0.5)
+        forks.append((await box.stats())["counts"]["forks"])
+        return refused, *forks
+
+    refused, before, after = in_box(use, replace(POLICY, prefork=1))
+    assert {result.status for result in refused} == {Status.UNAVAILABLE} and after == before
+    assert all("setting up the process failed" in result.error for result in refused)

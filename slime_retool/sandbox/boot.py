@@ -1,4 +1,4 @@
-"""Entry point of the sandbox's own processes: `python -I -S boot.py broker|zygote <control fd>`.
+"""Entry point of the sandbox's own processes, and the command that starts one.
 
 Registers this folder as a package of its own, so that the parent packages (asyncio and more) are not imported.
 """
@@ -6,6 +6,13 @@ Registers this folder as a package of its own, so that the parent packages (asyn
 import os
 import sys
 import types
+
+
+def command(role: str, control: int) -> list[str]:
+    """Start `role`, "broker" or "zygote", with its control socket as this descriptor, in a bare interpreter."""
+    python = os.path.realpath(sys.executable)
+    return [python, "-I", "-S", "-X", "utf8", os.path.abspath(__file__), role, str(control)]
+
 
 if __name__ == "__main__":
     package = types.ModuleType("jail")

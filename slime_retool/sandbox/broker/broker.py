@@ -87,7 +87,7 @@ class Broker:
     def on_zygote_ready(self) -> None:
         if not self.announced and self.forks.ready:
             self.announced = True
-            self.link.send({"ready": {name: kind.notes for name, kind in self.kinds.items()}})
+            self.link.send({"ready": True})
         self._pump()
 
     def on_child_event(self, child: Child, events: int) -> None:
@@ -156,7 +156,6 @@ class Broker:
         child.gone = True
         kind = child.kind
         if kind.setup_failures >= _MAX_SETUP_FAILURES:
-            kind.setup_failures = 0
             why = output.take(child.err, self.limits["output"], None)[0] or "no message"
             while kind.queue:
                 self._refuse(kind.queue.popleft(), why)
@@ -237,11 +236,8 @@ class Broker:
             job.child.kill("cancelled")
             return
         self._unqueue(job)
-        session = job.session
-        if session is not None and session.current is job:
-            self._advance(session)
-        elif session is not None:
-            session.waiting.remove(job)
+        if job.session is not None and job.session.current is not job:
+            job.session.waiting.remove(job)
         self._refuse(job, "cancelled")
 
     def _advance(self, session: Session) -> None:
@@ -325,6 +321,8 @@ class Broker:
     def _refuse(self, job: Job, why: str) -> None:
         waited = now() - job.arrived
         self._answer(job, {"status": "unavailable", "error": f"sandbox unavailable: {why}", "queue_s": waited})
+        if job.session is not None and job.session.current is job:
+            self._advance(job.session)
 
     # The client.
 

@@ -9,11 +9,11 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ..boot import command
 from ..child import zygote
 from . import output
 from .loop import Loop
@@ -22,7 +22,6 @@ from .records import Child, Kind
 _MAX_RESTARTS, _RESTART_WINDOW = 5, 60.0
 _EXIT_SECONDS = 2.0
 _CPUCLOCK_PROCESS = 2
-_BOOT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "boot.py")
 
 now = time.monotonic
 
@@ -30,9 +29,9 @@ now = time.monotonic
 class Fatal(Exception):
     """The sandbox cannot go on; the fields reach the client."""
 
-    def __init__(self, reason: str, layer: str | None = None, errno: int | None = None) -> None:
+    def __init__(self, reason: str, layer: str | None = None) -> None:
         super().__init__(reason)
-        self.reply = {"fatal": reason, "layer": layer, "errno": errno}
+        self.reply = {"fatal": reason, "layer": layer}
 
 
 class Owner(Protocol):
@@ -69,7 +68,7 @@ class Forks:
     def start(self, kind: Kind) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         kind.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-X", "utf8", _BOOT, "zygote", str(theirs.fileno())],
+            command("zygote", theirs.fileno()),
             pass_fds=[theirs.fileno()],
             cwd="/",
             stdin=subprocess.DEVNULL,
@@ -110,8 +109,8 @@ class Forks:
 
     def _on_zygote_answer(self, kind: Kind, answer: dict[str, Any]) -> None:
         if "fatal" in answer:
-            raise Fatal(answer["fatal"], answer["layer"], answer["errno"])
-        kind.ready, kind.notes, kind.address_space = True, answer["ready"], answer["address_space"]
+            raise Fatal(answer["fatal"], answer["layer"])
+        kind.ready, kind.address_space = True, answer["address_space"]
         self._owner.on_zygote_ready()
 
     def _on_zygote_end(self, kind: Kind) -> None:
@@ -139,9 +138,13 @@ class Forks:
     # Children.
 
     def fill(self) -> None:
-        """Have as many children ready, or on their way, as are to wait for calls."""
+        """Have as many children ready, or on their way, as are to wait for calls.
+
+        Where the last one could not be set up, only as many as calls wait for.
+        """
         for kind in self.kinds.values():
-            while kind.ready and kind.socket is not None and len(kind.idle) + kind.starting < kind.pool:
+            wanted = min(kind.pool, len(kind.queue)) if kind.setup_failures else kind.pool
+            while kind.ready and kind.socket is not None and len(kind.idle) + kind.starting < wanted:
                 if not self._spawn(kind, kind.socket):
                     break
 

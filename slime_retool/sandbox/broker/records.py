@@ -85,7 +85,6 @@ class Kind:
     process: subprocess.Popen[bytes] | None = None
     ready: bool = False
     started: float = 0.0
-    notes: dict[str, str] = field(default_factory=dict)
     address_space: int = 0
     restarts: collections.deque[float] = field(default_factory=collections.deque)
     setup_failures: int = 0

@@ -36,7 +36,7 @@ _TextIOWrapper, _BufferedWriter = io.TextIOWrapper, io.BufferedWriter
 _setrlimit, _RLIMIT_AS = resource.setrlimit, resource.RLIMIT_AS
 _clock, _usage, _SELF = time.perf_counter, resource.getrusage, resource.RUSAGE_SELF
 _wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
-_run_exit_functions = atexit._run_exitfuncs  # type: ignore[attr-defined]
+_run_exit_functions = atexit._run_exitfuncs
 
 
 class _RingWriter(io.RawIOBase):
@@ -150,8 +150,9 @@ class Executor:
         os.close(null)
         self._namespace = semantics.main_module()
         self._set_streams((1, 2))
-        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-        atexit._clear()  # type: ignore[attr-defined]  # nothing of the zygote's runs in a child
+        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+        sys.__stdin__ = sys.stdin  # type: ignore[misc]  # final to mypy
+        atexit._clear()  # nothing of the zygote's runs in a child
 
     def _rehearse(self, null: int) -> None:
         # The interpreter's own streams are kept alive: closing them would close the zygote's descriptors.
@@ -160,16 +161,8 @@ class Executor:
         self._set_streams((null, null))
         for number in range(_REHEARSALS):
             code = ("print(1 + 1)\n[n for n in range(3)]", "def f(x):\n    return x\nf(1 // 0)")[number % 4 == 3]
-            request = {
-                "code": code,
-                "seed": None,
-                "stdin": None,
-                "files": {},
-                "fetch": [],
-                "nonce": "",
-                "session": True,
-            }
-            request["address_space"] = None
+            request: dict[str, Any] = {"code": code, "files": {}, "fetch": [], "nonce": "", "session": True}
+            request |= dict.fromkeys(("seed", "stdin", "address_space"))
             _encode(self._respond(_decode(_encode(request)), number))
 
     def _set_streams(self, fds: tuple[int, int]) -> None:
@@ -180,8 +173,8 @@ class Executor:
             _TextIOWrapper(_BufferedWriter(w, 8192), encoding="utf-8", errors="backslashreplace", line_buffering=True)
             for w in self._writers
         )
-        sys.stdout = sys.__stdout__ = self._out
-        sys.stderr = sys.__stderr__ = self._err
+        sys.stdout, sys.stderr = self._out, self._err
+        sys.__stdout__, sys.__stderr__ = self._out, self._err  # type: ignore[misc]
 
     def serve(self) -> NoReturn:
         """Answer requests until a one-shot has run or the broker is gone."""

@@ -20,13 +20,13 @@ _FRESH_RUN = 3072
 """Bytes of consecutive addresses that tell a fresh pool; pools are 4 KiB before Python 3.10 and 16 KiB since."""
 
 
-def make_immortal() -> int:
+def make_immortal() -> None:
     """Exempt all objects from reference counting, whose writes would copy half of the pages that a child only reads.
 
-    Python 3.12 and 3.13, where an object of this count in its low 32 bits is never counted (PEP 683). Returns how many.
+    Python 3.12 and 3.13, where an object of this count in its low 32 bits is never counted (PEP 683).
     """
     if not (3, 12) <= sys.version_info[:2] <= (3, 13) or sys.byteorder != "little":
-        return 0
+        return
     seen: set[int] = set()
     found = gc.get_objects()
     while found:
@@ -36,7 +36,6 @@ def make_immortal() -> int:
         count = ctypes.c_uint32.from_address(address)
         if count.value < 1 << 31:
             count.value = _IMMORTAL
-    return len(seen)
 
 
 def use_up_gaps() -> list[bytes]:
@@ -57,8 +56,8 @@ def use_up_gaps() -> list[bytes]:
     return plugs
 
 
-def collapse(maps_file: int) -> int:
-    """Huge pages where the kernel can (Linux 6.1): a fork then copies far fewer page-table entries. Returns how many.
+def collapse(maps_file: int) -> None:
+    """Huge pages where the kernel can (Linux 6.1): a fork then copies far fewer page-table entries.
 
     maps_file: descriptor of an open /proc/self/maps.
     """
@@ -66,12 +65,10 @@ def collapse(maps_file: int) -> int:
     os.lseek(maps_file, 0, os.SEEK_SET)
     with os.fdopen(os.dup(maps_file)) as file:
         lines = [line.split() for line in file]
-    collapsed = 0
     for line in lines:
         if not line[1].startswith("rw") or (len(line) > 5 and line[5] != "[heap]"):
             continue
         first, last = (int(address, 16) for address in line[0].split("-"))
         start = -(-first // _HUGE_PAGE) * _HUGE_PAGE
         for page in range(start, last - _HUGE_PAGE + 1, _HUGE_PAGE):
-            collapsed += libc.madvise(page, _HUGE_PAGE, _MADV_COLLAPSE) == 0
-    return collapsed
+            libc.madvise(page, _HUGE_PAGE, _MADV_COLLAPSE)

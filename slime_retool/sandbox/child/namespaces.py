@@ -52,17 +52,10 @@ def become_nobody(uid: int) -> None:
     prctl(PR_SET_DUMPABLE, 1)
 
 
-def map_user() -> tuple[int, int]:
-    """(uid, gid) to hand to `write_maps` after a new user namespace hides them."""
-    return os.getuid(), os.getgid()
-
-
 def write_maps(uid: int, gid: int) -> None:
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{INSIDE_ID} {uid} 1"),
-        ("gid_map", f"{INSIDE_ID} {gid} 1"),
-    ):
+    """In a new user namespace: `INSIDE_ID` is this user and group outside."""
+    maps = {"setgroups": "deny", "uid_map": f"{INSIDE_ID} {uid} 1", "gid_map": f"{INSIDE_ID} {gid} 1"}
+    for name, text in maps.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 

@@ -21,34 +21,24 @@ _OFFSET_NR, _OFFSET_ARCH = 0, 4
 _X32_BIT = 0x40000000
 
 _PROGRAM = """
-read write readv writev pread64 pwrite64 preadv pwritev lseek close close_range dup dup2 dup3 open openat
-creat
-stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getdents
-getdents64
-getcwd chdir fchdir umask mmap mprotect munmap mremap madvise brk mincore msync futex futex_waitv
-set_robust_list
+ read write readv writev pread64 pwrite64 preadv pwritev lseek close close_range dup dup2 dup3 open openat creat stat
+fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getdents getdents64 getcwd
+chdir fchdir umask mmap mprotect munmap mremap madvise brk mincore msync futex futex_waitv set_robust_list
 get_robust_list rseq set_tid_address rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait
-rt_sigsuspend sigaltstack restart_syscall pause nanosleep clock_nanosleep clock_gettime clock_getres
-gettimeofday
-time times getrusage getitimer setitimer alarm timer_create timer_settime timer_gettime timer_getoverrun
-timer_delete
-timerfd_create timerfd_settime timerfd_gettime getpid getppid gettid getuid geteuid getgid getegid getgroups
-getresuid getresgid getpgrp getpgid getsid capget getpriority getrlimit sysinfo uname getrandom getcpu
-sched_yield
+rt_sigsuspend sigaltstack restart_syscall pause nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time
+times getrusage getitimer setitimer alarm timer_create timer_settime timer_gettime timer_getoverrun timer_delete
+timerfd_create timerfd_settime timerfd_gettime getpid getppid gettid getuid geteuid getgid getegid getgroups getresuid
+getresgid getpgrp getpgid getsid capget getpriority getrlimit sysinfo uname getrandom getcpu sched_yield
 sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min arch_prctl
-membarrier exit exit_group wait4 waitid poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl
-epoll_wait
-epoll_pwait epoll_pwait2 eventfd2 pipe flock fsync fdatasync truncate ftruncate fallocate fadvise64 rename
-renameat
-renameat2 mkdir mkdirat rmdir unlink unlinkat symlink symlinkat link linkat chmod fchmod fchmodat fchmodat2
-utimensat
+membarrier exit exit_group wait4 waitid poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait
+epoll_pwait epoll_pwait2 eventfd2 pipe flock fsync fdatasync truncate ftruncate fallocate fadvise64 rename renameat
+renameat2 mkdir mkdirat rmdir unlink unlinkat symlink symlinkat link linkat chmod fchmod fchmodat fchmodat2 utimensat
 utimes sendfile copy_file_range recvfrom shutdown getsockname getpeername
 """.split()
 # Allowed to a program only with some arguments: stage 2 decides.
 _CHECKED = "clone kill tgkill socketpair sendto prlimit64 prctl ioctl fcntl pipe2".split()
 _ZYGOTE_ONLY = """
-fork unshare setns mount umount2 capset landlock_create_ruleset landlock_add_rule landlock_restrict_self
-seccomp
+ fork unshare setns mount umount2 capset landlock_create_ruleset landlock_add_rule landlock_restrict_self seccomp
 pidfd_open pidfd_send_signal sendmsg recvmsg setuid setgid setresuid setresgid setgroups
 """.split()
 _METADATA = "chmod fchmod fchmodat fchmodat2 utimensat utimes".split()
@@ -57,14 +47,7 @@ _AF_UNIX = 1
 _CLONE_THREAD = 0x10000
 _O_NOTIFICATION_PIPE = os.O_EXCL
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
-_HARMLESS_IOCTLS = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
+_HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
 _BAD_FCNTLS = (8, 10, 15, 1024, 1026, 1031)  # SETOWN SETSIG SETOWN_EX SETLEASE NOTIFY SETPIPE_SZ
 
 Instructions = list[bytes]
@@ -159,10 +142,8 @@ def stage1() -> bytes:
     """The zygote's filter. A call it does not know fails with EPERM."""
     names = _PROGRAM + _CHECKED + _ZYGOTE_ONLY
     program = _architecture() + _accept_numbers({NR[name] for name in names if name in NR})
-    for name in (
-        "clone3",
-        "openat2",
-    ):  # the C library then falls back to the older call, which can be checked
+    # The C library then falls back to the older call, which can be checked.
+    for name in ("clone3", "openat2"):
         program += _for(name, _refuse(errno.ENOSYS))
     return b"".join(program + _refuse())
 

@@ -19,7 +19,7 @@ from typing import Any
 
 _MAX_ERROR = 4000
 _MAX_FRAMES = (4, 8)
-_len, _isinstance, _repr, _str, _type, _int = len, isinstance, repr, str, type, int
+_len, _isinstance, _repr, _type, _int = len, isinstance, repr, type, int
 _compile, _exec, _eval = compile, exec, eval
 _LIMIT_ERRORS = {errno.ENOSPC: "disk", errno.EFBIG: "file_size", errno.EMFILE: "open_files"}
 _BaseException, _MemoryError, _SystemExit, _OSError = BaseException, MemoryError, SystemExit, OSError
@@ -77,7 +77,7 @@ def run(code: str, filename: str, namespace: dict[str, Any], limit: int, memory_
 
 
 def _limit_of(error: BaseException) -> str | None:
-    return _LIMIT_ERRORS.get(error.errno or 0) if _isinstance(error, _OSError) else None
+    return _LIMIT_ERRORS.get(error.errno or 0) if _isinstance(error, _OSError) else None  # type: ignore[attr-defined]
 
 
 def _execute(code: str, filename: str, namespace: dict[str, Any], limit: int) -> str | None:
@@ -100,8 +100,8 @@ def _execute(code: str, filename: str, namespace: dict[str, Any], limit: int) ->
 
 def _future_flags(tree: ast.Module) -> int:
     """Compiler flags of `from __future__` lines, for the expression that was split off."""
-    imports = [node for node in tree.body if _isinstance(node, _ImportFrom) and node.module == "__future__"]
-    names = {alias.name for node in imports for alias in node.names}
+    imports: list[Any] = [node for node in tree.body if _isinstance(node, _ImportFrom)]
+    names = {alias.name for node in imports if node.module == "__future__" for alias in node.names}
     return sum(__future__.__dict__[name].compiler_flag for name in names)
 
 
@@ -119,7 +119,7 @@ def describe(error: BaseException, filename: str) -> str:
 def _keep_own_frames(report: traceback.TracebackException, filename: str) -> None:
     # Cells of a session share the part before their number.
     mark = filename.split(" ")[0].rstrip(">")
-    own = [frame for frame in report.stack if frame.filename.startswith(mark)]
+    own: list[Any] = [frame for frame in report.stack if frame.filename.startswith(mark)]
     first, last = _MAX_FRAMES
     if _len(own) > first + last:
         own = own[:first] + own[-last:]

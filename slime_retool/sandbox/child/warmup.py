@@ -7,14 +7,14 @@ there are warmed. Nothing here affects results: sympy's caches are keyed by valu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
 
 STDLIB = (
-    "__future__ ast bisect cmath collections copy csv dataclasses datetime decimal enum fractions "
-    "functools heapq io itertools json "
-    "math numbers operator random re statistics string textwrap threading time traceback typing warnings"
+    "__future__ ast bisect cmath collections copy csv dataclasses datetime decimal enum fractions functools heapq io "
+    "itertools json math numbers operator random re statistics string textwrap threading time traceback typing warnings"
 ).split()
 
 
@@ -23,8 +23,8 @@ def preload(names: list[str]) -> None:
         importlib.import_module(name)
 
 
-def warm(names: list[str]) -> list[str]:
-    """Returns what failed: with another version of a package some work may, and only costs time later."""
+def warm(names: list[str]) -> None:
+    """Do the work that suits these packages; with another version some may fail, and only costs time later."""
     jobs: list[Callable[[], None]] = []
     if "numpy" in names:
         jobs.append(_numpy)
@@ -32,13 +32,9 @@ def warm(names: list[str]) -> list[str]:
         kinds = (_expressions, _equations, _number_theory, _matrices_and_printing)
         jobs += [functools.partial(kind, number) for number in _NUMBERS for kind in kinds]
         jobs.append(_calculus)
-    failures = []
     for job in jobs:
-        try:
+        with contextlib.suppress(Exception):
             job()
-        except Exception as error:
-            failures.append(f"{job}: {type(error).__name__}: {error}")
-    return failures
 
 
 _NUMBERS = (2, 3)

@@ -61,9 +61,8 @@ _KEPT_AT_NONE = {"environment", "rlimits", "freeze"}
 
 _NICE = 5
 _STACK = 8 << 20
-_RLIMIT_SIGPENDING = (
-    11  # not in the resource module before Python 3.13; counted per user, so one call must not use up all
-)
+_RLIMIT_SIGPENDING = 11
+"""Not in the resource module before Python 3.13. Counted per user: one call must not use up all."""
 _PENDING_SIGNALS = 1024
 _FIRST_FREE_FD = 20
 _KILL_SECONDS = 10.0
@@ -74,7 +73,7 @@ class LayerError(Exception):
 
     def __init__(self, layer: str, error: OSError) -> None:
         super().__init__(f"{error}")
-        self.layer, self.errno = layer, error.errno
+        self.layer = layer
 
 
 @contextlib.contextmanager
@@ -94,7 +93,6 @@ class Zygote:
         self.bare = config["isolation"] == "none"
         self.off = {*config["off"], *(set(LAYERS) - _KEPT_AT_NONE if self.bare else ())}
         self.paths = host_paths()
-        self.notes: dict[str, str] = {}
         self.rules: landlock.Ruleset | None = None
         self.own_pid_namespace = -1
         self.private_root = self.private and "mount" not in self.off
@@ -118,12 +116,8 @@ class Zygote:
         os.umask(0o077)
         os.nice(_NICE)
         sys.path += [namespaces.PACKAGES] if self.private_root else self.config["path"]
-        started = time.perf_counter()
         warmup.preload([*warmup.STDLIB, *self.config["preload"]])
-        failures = warmup.warm(self.config["preload"])
-        if failures:
-            self.notes["warm-up"] = "; ".join(failures)
-        self.notes["preload"] = f"{time.perf_counter() - started:.2f} s"
+        warmup.warm(self.config["preload"])
         if self.private_root:
             sys.path.insert(0, namespaces.WORK)  # modules that the code writes
         self.executor = executor.Executor(self.limits["output"], self.limits["memory"] >> 20)
@@ -133,7 +127,6 @@ class Zygote:
         if "landlock" not in self.off:
             with _layer("landlock"):
                 self.rules = self._rules()
-            self.notes["landlock"] = f"ABI {self.rules.abi}"
         if "seccomp" not in self.off:
             with _layer("seccomp"):
                 seccomp.install(seccomp.stage1())
@@ -145,11 +138,11 @@ class Zygote:
 
     def _share_memory(self) -> None:
         gc.collect()
-        self.notes["immortal objects"] = str(memory.make_immortal())
+        memory.make_immortal()
         self.plugs = memory.use_up_gaps()
         gc.freeze()
         gc.disable()
-        self.notes["huge pages"] = str(memory.collapse(self.maps_file))
+        memory.collapse(self.maps_file)
 
     def _enter_namespaces(self) -> None:
         as_root = os.geteuid() == 0
@@ -157,8 +150,7 @@ class Zygote:
         wanted = [name for name in namespaces.FLAGS if name not in self.off]
         flags = sum(namespaces.FLAGS[name] for name in wanted)
         if as_root and self.private_root:
-            # While still root, so that an interpreter below a 0700 home can be shown to the ordinary user
-            # inside.
+            # While still root, so that an interpreter below a 0700 home can be shown to the ordinary user inside.
             with _layer("mount namespace"):
                 namespaces.unshare(namespaces.NEWNS)
                 root = self._build_root()
@@ -170,7 +162,7 @@ class Zygote:
                 with _layer("setuid"):
                     self._become_nobody()
             with _layer("user and other namespaces"):
-                ids = namespaces.map_user()
+                ids = os.getuid(), os.getgid()
                 namespaces.unshare(namespaces.NEWUSER | flags)
                 namespaces.write_maps(*ids)
         if self.private_root and root is None:
@@ -206,9 +198,6 @@ class Zygote:
         needed = [*self.paths.readable, *self.config["packages"].values(), *self.config["path"]]
         if _readable_as(uid, needed):
             self._become_nobody()
-            self.notes["user"] = str(uid)
-        else:
-            self.notes["user"] = f"0 without capabilities (user {uid} cannot read the interpreter or its packages)"
 
     def _become_nobody(self) -> None:
         uid = self.config["uid"]
@@ -461,9 +450,9 @@ def _answer(control: socket.socket, set_up: Callable[[], None]) -> None:
     try:
         set_up()
     except LayerError as error:
-        reply = {"fatal": str(error), "layer": error.layer, "errno": error.errno}
+        reply = {"fatal": str(error), "layer": error.layer}
     except Exception as error:
-        reply = {"fatal": f"{type(error).__name__}: {error}", "layer": "environment", "errno": None}
+        reply = {"fatal": f"{type(error).__name__}: {error}", "layer": "environment"}
     else:
         return
     with contextlib.suppress(OSError):
@@ -476,7 +465,7 @@ def main(fd: int) -> None:
     config = json.loads(control.recv(1 << 20))
     zygote = Zygote(control, config)
     _answer(control, zygote.set_up)
-    answer = json.dumps({"ready": zygote.notes, "address_space": zygote.address_space}).encode()
+    answer = json.dumps({"address_space": zygote.address_space}).encode()
     with contextlib.suppress(ConnectionError):
         control.send(answer)
     zygote.serve()

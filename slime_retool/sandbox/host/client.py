@@ -15,12 +15,12 @@ import sysconfig
 import tempfile
 from typing import Any
 
+from slime_retool.sandbox.boot import command
 from slime_retool.sandbox.child.environment import package_folders
 from slime_retool.sandbox.child.syscalls import AUDIT_ARCH, MACHINE
 from slime_retool.sandbox.host.policy import SandboxPolicy, SandboxUnavailable
 from slime_retool.sandbox.wire import Frames, pack
 
-_BOOT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "boot.py")
 _START_GRACE = 30.0
 _EXIT_SECONDS = 10.0
 _MESSAGES_AT_ONCE = 8
@@ -28,23 +28,22 @@ _MESSAGES_AT_ONCE = 8
 
 _ADVICE = {
     "user and other namespaces": (
-        "Allow user namespaces (sysctl user.max_user_namespaces above 0; on Debian "
-        "kernel.unprivileged_userns_clone=1, on "
-        "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt "
-        "seccomp=unconfined and "
-        "--security-opt apparmor=unconfined), or choose isolation 'landlock', which needs no namespaces."
+        "Allow user namespaces (sysctl user.max_user_namespaces above 0; "
+        "on Debian kernel.unprivileged_userns_clone=1, on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; "
+        "in Docker --security-opt seccomp=unconfined and --security-opt apparmor=unconfined), "
+        "or choose isolation 'landlock', which needs no namespaces."
     ),
     "landlock": (
-        "Landlock needs Linux 5.13 (6.2 for isolation 'landlock') and 'landlock' in the kernel's lsm= "
-        "list; in a container "
-        "the host's kernel counts. Isolation 'none' has to be asked for by name and is no security boundary."
+        "Landlock needs Linux 5.13 (6.2 for isolation 'landlock') and 'landlock' in the kernel's lsm= list; "
+        "in a container the host's kernel counts. "
+        "Isolation 'none' has to be asked for by name and is no security boundary."
     ),
     "seccomp": "The kernel needs CONFIG_SECCOMP_FILTER and its container must allow prctl.",
     "setuid": "Run as root with CAP_SETUID and CAP_SETGID, or as an ordinary user.",
     "environment": (
-        "The sandbox's packages must import in a bare interpreter: install them in the environment that "
-        "runs the sandbox, "
-        "readable by all users, or take them out of SandboxPolicy.packages."
+        "The sandbox's packages must import in a bare interpreter: "
+        "install them in the environment that runs the sandbox, readable by all users, "
+        "or take them out of SandboxPolicy.packages."
     ),
 }
 _ADVICE["mount namespace"] = _ADVICE["user and other namespaces"]
@@ -86,7 +85,7 @@ class JailClient(asyncio.Protocol):
         self._folder: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
-        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._ready: asyncio.Future[None] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._received = Frames()
         self._to_send: collections.deque[dict[str, Any]] = collections.deque()
@@ -96,25 +95,25 @@ class JailClient(asyncio.Protocol):
         self.failure: str | None = None
         self.alive = False
 
-    async def start(self) -> dict[str, Any]:
-        """Notes of each zygote. Raises SandboxUnavailable."""
+    async def start(self) -> None:
+        """Return when calls can be made. Raises SandboxUnavailable."""
         known = MACHINE in AUDIT_ARCH or self._policy.isolation == "none"
         if not sys.platform.startswith("linux") or not known:
             raise SandboxUnavailable(
-                f"isolation {self._policy.isolation!r} needs Linux on x86_64 or aarch64, this is "
-                f"{sys.platform} on {MACHINE}; "
+                f"isolation {self._policy.isolation!r} needs Linux on x86_64 or aarch64, "
+                f"this is {sys.platform} on {MACHINE}; "
                 "run the sandbox on such a machine (`slime-retool sandbox serve`) and pass its URL"
             )
         config = self._config()
         ours, theirs = socket.socketpair()
-        python = os.path.realpath(sys.executable)
+        start = command("broker", theirs.fileno())
         environment = _environment(self._private_root)
         if "environment" in self._off:
             environment = dict(os.environ) | environment
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [python, "-I", "-S", "-X", "utf8", _BOOT, "broker", str(theirs.fileno())],
+                    start,
                     pass_fds=[theirs.fileno()],
                     cwd="/",
                     stdin=subprocess.DEVNULL,
@@ -125,21 +124,20 @@ class JailClient(asyncio.Protocol):
         except OSError as error:
             ours.close()
             await self.close()
-            raise SandboxUnavailable(f"cannot start the sandbox's broker with {python}: {error}") from error
+            raise SandboxUnavailable(f"cannot start the sandbox's broker with {start[0]}: {error}") from error
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         await loop.create_connection(lambda: self, sock=ours)
         self._write(config)
         try:
-            notes = await asyncio.wait_for(self._ready, self._policy.startup_timeout + _START_GRACE)
+            await asyncio.wait_for(self._ready, self._policy.startup_timeout + _START_GRACE)
         except BaseException as error:
             await self.close()
             if isinstance(error, asyncio.TimeoutError):
                 raise SandboxUnavailable("the sandbox's broker did not answer") from error
             raise
         self.alive = True
-        return notes
 
     def _config(self) -> dict[str, Any]:
         policy = self._policy
@@ -316,7 +314,7 @@ class JailClient(asyncio.Protocol):
         elif "ready" in message:
             assert self._ready is not None
             with contextlib.suppress(asyncio.InvalidStateError):
-                self._ready.set_result(message["ready"])
+                self._ready.set_result(None)
         else:
             future = self._waiting.pop(message["id"], None)
             if future is not None and not future.done():

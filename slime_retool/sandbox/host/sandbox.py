@@ -103,7 +103,7 @@ class Sandbox:
 
     async def _start(self) -> JailClient:
         client = JailClient(self.policy, self._without)
-        self.notes = await client.start()
+        await client.start()
         return client
 
     async def _running_client(self) -> JailClient:

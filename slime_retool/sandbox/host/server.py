@@ -19,16 +19,7 @@ from slime_retool.sandbox.host.policy import Result, SandboxPolicy, Status
 from slime_retool.sandbox.host.sandbox import Sandbox
 
 _MAX_REQUEST = 64 << 20
-_FIELDS = {
-    "code",
-    "language",
-    "compile_timeout",
-    "run_timeout",
-    "memory_limit_MB",
-    "stdin",
-    "files",
-    "fetch_files",
-}
+_FIELDS = set("code language compile_timeout run_timeout memory_limit_MB stdin files fetch_files".split())
 _BOX = web.AppKey("box", Sandbox)
 
 
