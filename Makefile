@@ -23,7 +23,7 @@ help:
 	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
 	@echo "make compare-short     two RL algorithms in a few steps from one SFT checkpoint"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
-	@echo "make test              lint and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
+	@echo "make test              lint, types and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
 	@echo "make install           only the environment in $(VENV)"
 	@echo "make lock              resolve requirements/cpu.in into requirements/cpu.lock (needs uv)"
 
@@ -40,6 +40,7 @@ $(STAMP): requirements/cpu.lock setup.py
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
+	$(PY) -m mypy
 
 test: $(STAMP) lint
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)

@@ -114,7 +114,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return _spread(log_probs, positions, total), _spread(entropy, positions, total)
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, local, log_sums, entropy, positions = ctx.saved_tensors

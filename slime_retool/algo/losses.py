@@ -136,7 +136,8 @@ class TotalLoss:
 
     def __call__(self, inputs: LossInputs | ValueInputs) -> LossValue:
         """Raises ValueError for a metric that its term has not declared. A term of weight 0 is only measured."""
-        loss, metrics = torch.zeros((), device=inputs.weights.device), {}
+        loss = torch.zeros((), device=inputs.weights.device)
+        metrics: dict[str, Tensor] = {}
         for term, weight, function in self._terms:
             value, reported = function(inputs)
             if undeclared := reported.keys() - {*term.parts, *term.means}:

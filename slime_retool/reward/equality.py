@@ -176,8 +176,9 @@ def _same(truth: Answer, answer: Answer, symbolic: Symbolic) -> bool:
         return _same_leaf(truth, answer, symbolic)
     if isinstance(truth, Leaf) or isinstance(answer, Leaf):
         group, leaf = (answer, truth) if isinstance(truth, Leaf) else (truth, answer)
-        alone = isinstance(group, Group) and group.kind == "set" and len(group.items) == 1
-        return alone and _same(group.items[0], leaf, symbolic)
+        if not isinstance(group, Group) or group.kind != "set" or len(group.items) != 1:
+            return False
+        return _same(group.items[0], leaf, symbolic)
     if truth.kind != answer.kind or len(truth.items) != len(answer.items):
         return False
     if truth.kind not in ("set", "union"):

@@ -169,7 +169,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """A view of the whole storage [nbytes] (uint8)."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _split(storage: torch.UntypedStorage, parts: list[Tensor]) -> tuple[Tensor, ...]:
