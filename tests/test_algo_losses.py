@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slime_retool.algo import losses
+from slime_retool.algo.algorithms import KL_TYPES
 from slime_retool.algo.kl import kl_estimate
 from slime_retool.algo.segments import Segments
 
@@ -19,6 +20,14 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient() -> None:
     loss.backward()
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [-0.5, 2.25] and float(metrics["clip_fraction"]) == 0.0
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+def test_no_gap_between_two_policies_is_too_wide_for_an_estimate(kind: str) -> None:
+    log_probs = torch.tensor([-1000.0, -100.0, -1e-3], requires_grad=True)
+    estimate = kl_estimate(log_probs, torch.tensor([-1e-3, -1e-3, -1000.0]), kind)
+    estimate.sum().backward()
+    assert estimate.isfinite().all() and log_probs.grad.isfinite().all()
 
 
 def test_k3_is_unbiased_and_low_var_kl_is_bounded() -> None:
