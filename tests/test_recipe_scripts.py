@@ -116,7 +116,7 @@ def test_the_32b_runs_have_the_values_published_for_verl(tmp_path):
     assert dapo.steps_per_rollout == 8  # mini-batches of 64 prompts
     assert (ppo.advantage_estimator, ppo.rollout_batch_size, ppo.n_samples_per_prompt) == ("ppo", 1024, 1)
     assert (ppo.steps_per_rollout, ppo.critic_lr, ppo.num_critic_only_steps) == (4, 2e-6, 20)
-    assert (ppo.gamma, ppo.lambd) == (1.0, 1.0)
+    assert (ppo.gamma, ppo.lambd, ppo.normalize_advantages, ppo.value_clip) == (1.0, 1.0, True, 0.5)
 
 
 def test_rl_uses_the_retool_hooks_with_the_published_values(tmp_path):
@@ -131,6 +131,7 @@ def test_rl_uses_the_retool_hooks_with_the_published_values(tmp_path):
         0.0,
     )
     assert (config.lr, config.lr_decay_style, config.rollout_max_response_len) == (1e-6, "constant", 8192)
+    assert config.rollout_max_context_len == config.max_tokens_per_gpu == 9216  # slime's cap of prompt and response
     assert (config.tensor_model_parallel_size, config.rollout_num_gpus_per_engine, config.colocate) == (
         2,
         2,
