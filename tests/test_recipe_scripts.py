@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def test_another_model_than_the_tiny_one_is_refused(tmp_path):
         ["bash", str(RECIPE / RL_4B)], env={"PATH": os.environ["PATH"], "MODEL": "7b"}, capture_output=True, text=True
     )
     assert done.returncode == 2 and "MODEL must be empty or 'tiny', got '7b'" in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_interpreter_without_torch_is_named_with_what_to_do(tmp_path, script):
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(bare / "bin" / "python"), "MODEL": "tiny"}
+    done = subprocess.run(["bash", str(RECIPE / script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"{bare}/bin/python has no torch: first 'source .venv/")
 
 
 @pytest.mark.parametrize("script", (SFT_4B, RL_4B))
