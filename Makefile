@@ -25,7 +25,7 @@ help:
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint, types and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
 	@echo "make install           only the environment in $(VENV)"
-	@echo "make lock              resolve requirements/cpu.in into requirements/cpu.lock (needs uv)"
+	@echo "make lock              resolve requirements/cpu.in and setup.py into the locks of CPU and GPU hosts (needs uv)"
 
 install: $(STAMP)
 
@@ -67,6 +67,7 @@ lock:
 	uv pip compile --universal --python-version 3.10 --no-annotate --no-header requirements/cpu.in \
 	  -o requirements/cpu.lock
 	echo 'sglang==0.5.15.post1' >> requirements/cpu.lock
+	uv pip compile --python-version 3.12 --no-annotate --no-header --extra gpu setup.py -o requirements/gpu.lock
 
 clean:
 	rm -rf .venv outputs build *.egg-info
