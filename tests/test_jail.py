@@ -137,15 +137,20 @@ def test_a_killed_cell_says_that_variables_are_gone_and_a_lost_session_is_an_out
         await box.session("second").run("1")
         await box.session("third").run("1")  # evicts `first`
         evicted = await first.run("1")
-        await asyncio.sleep(4.0)
-        expired = await box.session("third").run("1")
-        return killed, fresh, evicted, expired
+        return killed, fresh, evicted
 
-    killed, fresh, evicted, expired = in_box(level, use, max_sessions=2, session_idle=2.0)
+    async def wait(box: Sandbox) -> Result:
+        await box.session("first").run("1")
+        while (await box.stats())["sessions"]:
+            await asyncio.sleep(0.02)
+        return await box.session("first").run("1")
+
+    killed, fresh, evicted = in_box(level, use, max_sessions=2)
+    expired = in_box(level, wait, session_idle=0.5)
     assert killed.status is Status.TIMEOUT and "variables of earlier cells are gone" in killed.error
     assert fresh.result == "False"
     assert evicted.status is Status.UNAVAILABLE and "least recently used of 2 sessions" in evicted.error
-    assert expired.status is Status.UNAVAILABLE and "idle for more than 2 s" in expired.error
+    assert expired.status is Status.UNAVAILABLE and "idle for more than 0.5 s" in expired.error
 
 
 @pytest.mark.parametrize("level", LEVELS)
