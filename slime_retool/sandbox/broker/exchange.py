@@ -34,7 +34,7 @@ def answer(data: bytearray, job: Job, limits: dict[str, Any]) -> dict[str, Any] 
     if len(data) < LENGTH.size:
         return None
     (size,) = LENGTH.unpack_from(data)
-    most = 8 * limits["output"] + _SLACK + (2 * executor.MAX_FETCHED if job.request["fetch"] else 0)
+    most = 8 * limits["max_output_bytes"] + _SLACK + (2 * executor.MAX_FETCHED if job.request["fetch"] else 0)
     if size > most or len(data) > size + LENGTH.size:
         raise ProtocolViolation(f"an answer of {size} bytes")
     if len(data) < size + LENGTH.size:

@@ -120,7 +120,7 @@ class Zygote:
         warmup.warm(self.config["preload"])
         if self.private_root:
             sys.path.insert(0, namespaces.WORK)  # modules that the code writes
-        self.executor = executor.Executor(self.limits["output"], self.limits["memory"] >> 20)
+        self.executor = executor.Executor(self.limits["max_output_bytes"], self.limits["memory_mb"])
         if not self.bare:
             prctl(PR_SET_NO_NEW_PRIVS, 1)
             drop_bounding_set()
@@ -194,13 +194,13 @@ class Zygote:
 
     def _become_ordinary_user(self) -> None:
         """Without namespaces, root drops to an ordinary user if that one can read the interpreter and the packages."""
-        uid = self.config["uid"]
+        uid = self.limits["uid"]
         needed = [*self.paths.readable, *self.config["packages"].values(), *self.config["path"]]
         if _readable_as(uid, needed):
             self._become_nobody()
 
     def _become_nobody(self) -> None:
-        uid = self.config["uid"]
+        uid = self.limits["uid"]
         if not self.private_root:
             os.chown(self.config["work"], uid, uid)
         namespaces.become_nobody(uid)
@@ -348,7 +348,7 @@ class Zygote:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.private_root:
             namespaces.unshare(namespaces.NEWNS)
-            namespaces.mount_scratch(self.limits["scratch_mb"], self.limits["inodes"])
+            namespaces.mount_scratch(self.limits["max_disk_mb"], self.limits["max_inodes"])
             folder = namespaces.WORK
         else:
             folder = os.path.join(self.config["work"], str(tag))
@@ -361,7 +361,7 @@ class Zygote:
     def _set_limits(self) -> None:
         if self.bare:
             _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-            most = self.limits["processes"]
+            most = self.limits["max_processes"]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
         for name, value in (
@@ -369,10 +369,10 @@ class Zygote:
             (resource.RLIMIT_MEMLOCK, 0),
             (resource.RLIMIT_MSGQUEUE, 0),
             (_RLIMIT_SIGPENDING, _PENDING_SIGNALS),
-            (resource.RLIMIT_NOFILE, self.limits["open_files"]),
-            (resource.RLIMIT_FSIZE, self.limits["file_mb"] << 20),
+            (resource.RLIMIT_NOFILE, self.limits["max_open_files"]),
+            (resource.RLIMIT_FSIZE, self.limits["max_file_mb"] << 20),
             (resource.RLIMIT_STACK, _STACK),
-            (resource.RLIMIT_AS, self.address_space + self.limits["memory"]),
+            (resource.RLIMIT_AS, self.address_space + (self.limits["memory_mb"] << 20)),
         ):
             resource.setrlimit(name, (value, value))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -68,12 +69,6 @@ def _environment(private_root: bool) -> dict[str, str]:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
     )
-
-
-def _preloads(entries: dict[str, str], names: tuple[str, ...]) -> list[str]:
-    """Modules to import in the zygote: those named by the policy that have a module of the same name."""
-    modules = [name.replace("-", "_") for name in names]
-    return [name for name in modules if name in entries or f"{name}.py" in entries]
 
 
 class JailClient(asyncio.Protocol):
@@ -157,35 +152,21 @@ class JailClient(asyncio.Protocol):
             # Start-up skips `site` (and the .pth files it runs), so where packages are installed is named.
             installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
             path = sorted(installed) if bare else [links]
-        preload = _preloads(packages, policy.packages)
-        heavy = [name.removesuffix(".py") for name in packages if name.removesuffix(".py").isidentifier()]
+        modules = [name.removesuffix(".py") for name in packages if name.removesuffix(".py").isidentifier()]
+        preload = [name for name in (name.replace("-", "_") for name in policy.packages) if name in modules]
         zygote = {
             "isolation": policy.isolation,
             "packages": packages,
             "path": path,
             "work": work,
-            "uid": policy.uid,
             "off": sorted(self._off),
         }
         return {
             "zygote": zygote,
             "kinds": {"plain": []} | ({"packages": preload} if preload else {}),
-            "heavy": heavy,
+            "heavy": modules,
             "pool": min(policy.concurrency, policy.prefork),
-            "limits": {
-                "memory": policy.memory_mb << 20,
-                "output": policy.max_output_bytes,
-                "file_mb": policy.max_file_mb,
-                "open_files": policy.max_open_files,
-                "processes": policy.max_processes,
-                "scratch_mb": policy.max_disk_mb,
-                "inodes": policy.max_inodes,
-                "concurrency": policy.concurrency,
-                "queue": policy.max_queue,
-                "sessions": policy.max_sessions,
-                "session_idle": policy.session_idle,
-                "startup_timeout": policy.startup_timeout,
-            },
+            "limits": dataclasses.asdict(policy),
         }
 
     def _make_folder(self, packages: dict[str, str]) -> tuple[str, str]:
