@@ -109,10 +109,10 @@ def preload(names: list[str]) -> None:
 
 
 def warm(names: list[str]) -> None:
-    """Do the work that suits these packages, line by line; with another version some lines may fail, and only cost time.
+    """Do the work that suits these packages; with another version some lines may fail, and only cost time later.
 
-    sympy's with two numbers, so that the interpreter has specialised the bytecode and sympy has been through its branches
-    (rational, irrational and complex roots, say), not only through its caches.
+    sympy's with two numbers, so that the interpreter has specialised the bytecode and sympy has been through its
+    branches (rational, irrational and complex roots, say), not only through its caches.
     """
     for package, numbers, text in (("numpy", (0,), _NUMPY), ("sympy", (2, 3), _SYMPY), ("sympy", (0,), _CALCULUS)):
         for number in numbers if package in names else ():
