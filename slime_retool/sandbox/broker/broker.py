@@ -81,7 +81,9 @@ class Broker:
         for session in list(self.sessions.values()):
             if session.current is None and session.last_used <= now() - lifetime:
                 self._lose(session, f"it was idle for more than {lifetime:g} s")
-        self.forks.check_start_up()
+        most = self.limits["startup_timeout"]
+        if any(not kind.ready and now() - kind.started > most for kind in self.kinds.values()):
+            raise Fatal(f"the zygote did not start within {most:g} s")
         self.deadlines.prune()
         return min(_PARENT_CHECK, max(0.05, lifetime / 4))
 

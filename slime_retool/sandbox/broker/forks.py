@@ -41,7 +41,6 @@ class Forks:
 
     def __init__(self, loop: Loop, config: dict[str, Any], owner: Broker, counts: collections.Counter[str]) -> None:
         self._loop, self._owner, self._counts = loop, owner, counts
-        self._startup_timeout: float = config["limits"]["startup_timeout"]
         self._pool: int = config["pool"]
         self.work: str | None = config["zygote"]["work"]
         shared = config["zygote"] | {"limits": config["limits"]}
@@ -54,19 +53,13 @@ class Forks:
     def start(self, kind: Kind) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = theirs.fileno()
-        kind.process = subprocess.Popen(command("zygote", fd), pass_fds=[fd], cwd="/", stdin=subprocess.DEVNULL)
+        kind.process = subprocess.Popen(command("child.zygote", fd), pass_fds=[fd], cwd="/", stdin=subprocess.DEVNULL)
         # Before our copy of its end is closed: if it has ended already, that is then read as its end.
         ours.send(json.dumps(kind.config).encode())
         theirs.close()
         ours.setblocking(False)
         kind.socket, kind.ready, kind.started, kind.starting = ours, False, now(), 0
         self._loop.watch(ours.fileno(), functools.partial(self._on_zygote, kind))
-
-    def check_start_up(self) -> None:
-        """Raises Fatal for a zygote that takes too long."""
-        for kind in self.kinds.values():
-            if not kind.ready and now() - kind.started > self._startup_timeout:
-                raise Fatal(f"the zygote did not start within {self._startup_timeout:g} s")
 
     def _on_zygote(self, kind: Kind) -> None:
         assert kind.socket is not None

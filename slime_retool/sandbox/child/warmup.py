@@ -6,7 +6,6 @@ Only packages that are there are warmed. Nothing here affects results: sympy's c
 from __future__ import annotations
 
 import contextlib
-import importlib
 
 STDLIB = (
     "__future__ ast bisect cmath collections copy csv dataclasses datetime decimal enum fractions functools heapq io "
@@ -101,11 +100,6 @@ series(cos(x), x, 0, 6)
 summation(k * (k + 1), (k, 1, m))
 Sum(k**2, (k, 1, 20)).doit()
 """
-
-
-def preload(names: list[str]) -> None:
-    for name in names:
-        importlib.import_module(name)
 
 
 def warm(names: list[str]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -96,7 +97,8 @@ class Zygote:
         os.umask(0o077)
         os.nice(_NICE)
         sys.path += [namespaces.PACKAGES] if self.private_root else self.config["path"]
-        warmup.preload([*warmup.STDLIB, *self.config["preload"]])
+        for name in (*warmup.STDLIB, *self.config["preload"]):
+            importlib.import_module(name)
         warmup.warm(self.config["preload"])
         if self.private_root:
             sys.path.insert(0, namespaces.WORK)  # modules that the code writes
@@ -137,7 +139,7 @@ class Zygote:
         else:
             if as_root and self.private_root:
                 with _layer("setuid"):
-                    self._become_nobody()
+                    namespaces.become_nobody(self.limits["uid"])
             with _layer("user and other namespaces"):
                 ids = os.getuid(), os.getgid()
                 namespaces.unshare(namespaces.NEWUSER | flags)
@@ -174,13 +176,8 @@ class Zygote:
         uid = self.limits["uid"]
         needed = [*self.paths.readable, *self.config["packages"].values(), *self.config["path"]]
         if _readable_as(uid, needed):
-            self._become_nobody()
-
-    def _become_nobody(self) -> None:
-        uid = self.limits["uid"]
-        if not self.private_root:
             os.chown(self.config["work"], uid, uid)
-        namespaces.become_nobody(uid)
+            namespaces.become_nobody(uid)
 
     def _rules(self) -> landlock.Ruleset:
         rules = landlock.Ruleset()
@@ -226,10 +223,7 @@ class Zygote:
                 if fd in self.tags:
                     self._reap(fd)
                     continue
-                try:
-                    message, fds, _, _ = socket.recv_fds(self.control, TAG.size, 3)
-                except ConnectionError:
-                    return
+                message, fds, _, _ = socket.recv_fds(self.control, TAG.size, 3)
                 if not message:
                     return
                 self._fork(TAG.unpack(message)[0], fds)
