@@ -11,7 +11,7 @@ import ray
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.trainer.rendezvous import Rendezvous
-from slime_retool.types import RolloutBatch, TrainSample
+from slime_retool.types import TrainSample
 
 
 def _address(several_hosts: bool) -> str:
@@ -68,34 +68,19 @@ class TrainerActor:
         return state
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Leave the device; does nothing without --offload-train."""
-        if self._memory is not None:
-            self._memory.offload(keep_weights=keep_weights)
+        """Leave the device; with --offload-train only."""
+        self._memory.offload(keep_weights=keep_weights)
 
     def reload(self) -> None:
         """Take the device again."""
-        if self._memory is not None:
-            self._memory.reload()
+        self._memory.reload()
 
-    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
-        return self._trainer.train(batch, rollout_id)
-
-    # The parts of `train`, for groups with processes of their own: see `trainer.core`. Tensors are [N] on the CPU.
+    def trainer(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `trainer.core.Trainer`."""
+        return getattr(self._trainer, method)(*arguments)
 
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
-
-    def values(self, batch: RolloutBatch) -> Any:
-        return self._trainer.values(batch)
-
-    def prepare(self, batch: RolloutBatch, rollout_id: int, values: Any) -> Any:
-        return self._trainer.prepare(batch, rollout_id, values)
-
-    def optimize(self, rollout_id: int) -> dict[str, float]:
-        return self._trainer.optimize(rollout_id)
-
-    def train_critic(self, batch: RolloutBatch, rollout_id: int, values: Any, returns: Any) -> dict[str, float]:
-        return self._trainer.train_critic(batch, rollout_id, values, returns)
 
     def connect_engines(self, urls: list[str]) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
@@ -107,9 +92,6 @@ class TrainerActor:
 
     def weight_checksums(self) -> dict[str, str]:
         return self._sync.weight_checksums()
-
-    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        self._trainer.save(rollout_id, extra)
 
     def shutdown(self) -> None:
         if self._sync is not None:

@@ -149,5 +149,4 @@ class Engines:
     def close(self) -> None:
         """End all engines; never raises."""
         actors, self._actors = self._actors, []
-        if ray.is_initialized():
-            end("engines", actors, "stop")
+        end("engines", actors, "stop")

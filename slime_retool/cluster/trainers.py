@@ -39,6 +39,10 @@ class TrainerGroup:
     def call(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         return call(self.actors, method, *arguments, **options)
 
+    def trainer(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank's `trainer.core.Trainer`. Tensors are [N] on the CPU."""
+        return call(self.actors, "trainer", method, *arguments)
+
 
 class Trainers:
     """All groups of a run. The first holds the policy; a critic with processes of its own is the second."""
@@ -65,12 +69,12 @@ class Trainers:
         """One rollout's optimizer steps on all ranks."""
         shared = ray.put(batch)  # one copy per host, however many ranks read it
         if len(self._groups) == 1:
-            return results(self._policy.call("train", shared, rollout_id))[0]
+            return results(self._policy.trainer("train", shared, rollout_id))[0]
         policy, critic = self._groups
-        values = ray.put(results(critic.call("values", shared))[0])
-        returns = ray.put(results(policy.call("prepare", shared, rollout_id, values))[0])
+        values = ray.put(results(critic.trainer("values", shared))[0])
+        returns = ray.put(results(policy.trainer("prepare", shared, rollout_id, values))[0])
         metrics = results(
-            policy.call("optimize", rollout_id) + critic.call("train_critic", shared, rollout_id, values, returns)
+            policy.trainer("optimize", rollout_id) + critic.trainer("train_critic", shared, rollout_id, values, returns)
         )
         return metrics[0] | metrics[-1]
 
@@ -82,7 +86,7 @@ class Trainers:
         """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device."""
         # The policy's last: a checkpoint of it never lacks the critic's.
         for group in reversed(self._groups):
-            results(group.call("save", rollout_id, extra))
+            results(group.trainer("save", rollout_id, extra))
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Leave the device, where --offload-train says so."""
@@ -109,5 +113,4 @@ class Trainers:
     def close(self) -> None:
         """End all ranks; never raises."""
         groups, self._groups = self._groups, []
-        if ray.is_initialized():
-            end("trainers", [actor for group in groups for actor in group.actors], "shutdown")
+        end("trainers", [actor for group in groups for actor in group.actors], "shutdown")

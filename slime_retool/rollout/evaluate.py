@@ -43,17 +43,18 @@ async def evaluate(
         ExitStack() as files,
         tqdm(total=total, desc="evaluation", unit="sample", leave=False, disable=config.no_progress) as bar,
     ):
-        transcripts = {
-            name: files.enter_context(
+        transcripts = {}
+        for name, samples in eval_sets.items():
+            # Different for different names.
+            file = re.sub(r"[^\w.-]", lambda match: f"%{ord(match[0]):02x}", name)
+            transcripts[name] = files.enter_context(
                 Transcripts(
-                    Path(config.output_dir) / "eval" / f"{_file_name(name)}_{rollout_id:06d}.jsonl",
+                    Path(config.output_dir) / "eval" / f"{file}_{rollout_id:06d}.jsonl",
                     further={"rollout_id": rollout_id, "eval_set": name},
                     setting=_setting(config, hooks, params, samples),
                     resume=resume,
                 )
             )
-            for name, samples in eval_sets.items()
-        }
 
         async def run(name: str, sample: Sample) -> Sample:
             done = transcripts[name].done.get(sample.index)
@@ -101,8 +102,3 @@ def _copies(config: Config, samples: list[Sample]) -> list[Sample]:
     """Fresh samples, so that a set can be evaluated again and again."""
     n = config.n_samples_per_eval_prompt
     return [copy_sample(sample, group * n + i, group) for group, sample in enumerate(samples) for i in range(n)]
-
-
-def _file_name(name: str) -> str:
-    """Different for different names."""
-    return re.sub(r"[^\w.-]", lambda match: f"%{ord(match[0]):02x}", name)

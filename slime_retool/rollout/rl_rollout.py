@@ -95,9 +95,8 @@ class _Sampling:
         self._limit = config.max_sampling_rounds * self._target
         self._at_once = max(self._target, config.over_sampling_batch_size or 0)
         self._hooks, self._params = Hooks.load(config), training_sampling_params(config)
-        self._filter: FilterFn | None = None
-        if config.dynamic_sampling_filter_path is not None:
-            self._filter = load_function(config.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
+        path = config.dynamic_sampling_filter_path
+        self._filter: FilterFn | None = None if path is None else load_function(path, "--dynamic-sampling-filter-path")
         self._started: dict[str, Group] = {}
         self.kept: list[Group] = []
         self.finished: list[Group] = []
@@ -144,8 +143,8 @@ class _Sampling:
         counts = {
             "groups_kept": len(self.kept),
             "groups_dropped": len(self._filtered),
-            "groups_all_wrong": sum(map(self._all_wrong, self._filtered)),
-            "groups_all_right": sum(map(self._all_right, self._filtered)),
+            "groups_all_wrong": self._num_all_wrong(),
+            "groups_all_right": self._num_all_right(),
             "groups_failed": self._num_failed,
             "groups_returned": self._num_returned,
         }
@@ -164,10 +163,12 @@ class _Sampling:
         self._num_drawn += count
         groups = {f"group {group[0].group_index:012d}": group for group in self._data.next_groups(count)}
         self._started |= groups
-        return {asyncio.create_task(self._run(group), name=name) for name, group in groups.items()}
-
-    async def _run(self, group: Group) -> Group:
-        return await run_all(run_sample(self._config, self._hooks, s, self._params) for s in group)
+        return {
+            asyncio.create_task(
+                run_all(run_sample(self._config, self._hooks, sample, self._params) for sample in group), name=name
+            )
+            for name, group in groups.items()
+        }
 
     def _judge(self, group: Group) -> None:
         """Keep a finished group, or count why not. Raises when it has become clear that the batch cannot be filled."""
@@ -206,7 +207,7 @@ class _Sampling:
     def _verdict(self) -> str:
         """What the dropped groups say about the data, and what helps."""
         rewards = [self._reward(sample) for group in self.finished for sample in _usable(group)]
-        wrong, right = sum(map(self._all_wrong, self._filtered)), sum(map(self._all_right, self._filtered))
+        wrong, right = self._num_all_wrong(), self._num_all_right()
         text = (
             f"in {wrong} every answer was wrong (reward 0 or less), in {right} every one was right; over all samples "
             f"the mean reward is {fmean(rewards):.3g}, the lowest {min(rewards):.3g}, the highest {max(rewards):.3g}. "
@@ -223,11 +224,11 @@ class _Sampling:
             + "Most prompts are too hard or too easy for this model: choose others, or raise --n-samples-per-prompt"
         )
 
-    def _all_wrong(self, group: Group) -> bool:
-        return all(self._reward(sample) <= 0 for sample in group)
+    def _num_all_wrong(self) -> int:
+        return sum(all(self._reward(sample) <= 0 for sample in group) for group in self._filtered)
 
-    def _all_right(self, group: Group) -> bool:
-        return all(self._reward(sample) > 0 for sample in group)
+    def _num_all_right(self) -> int:
+        return sum(all(self._reward(sample) > 0 for sample in group) for group in self._filtered)
 
     def _reward(self, sample: Sample) -> float:
         return sample.reward_value(self._config.reward_key)
