@@ -19,12 +19,6 @@ def _address(several_hosts: bool) -> str:
     return ray.util.get_node_ip_address() if several_hosts else "127.0.0.1"
 
 
-def _interface(address: str) -> str | None:
-    """The network interface that has this address."""
-    found = (name for name, parts in psutil.net_if_addrs().items() if any(part.address == address for part in parts))
-    return next(found, None)
-
-
 @ray.remote(num_cpus=0)
 class TrainerActor:
     """One rank of the trainer. It sees its own GPU only, as device 0."""
@@ -32,9 +26,10 @@ class TrainerActor:
     def __init__(self, config: Config, rank: int, *, roles: str, several_hosts: bool) -> None:
         self._config, self._rank, self._roles = config, rank, roles
         self._host = _address(several_hosts)
-        if several_hosts and (interface := _interface(self._host)):
-            # Gloo would take the address of the host's name, which is often a loopback one.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        for interface, parts in psutil.net_if_addrs().items() if several_hosts else ():
+            if any(part.address == self._host for part in parts):
+                # Gloo would take the address of the host's name, which is often a loopback one.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._rendezvous: Rendezvous | None = None
         self._trainer: Any = None
         self._sync: Any = None

@@ -54,15 +54,14 @@ def set_metrics(name: str, samples: Sequence[Sample], per_problem: int, reward_k
 
     Problems count by their usable samples; one that lost all of them to outages is left out (see `failed`).
     """
+    usable = [sample for sample in samples if sample.status in USABLE]
     problems: dict[int, list[Sample]] = {}
-    for sample in samples:
-        if sample.status in USABLE:
-            problems.setdefault(sample.group_index, []).append(sample)
+    for sample in usable:
+        problems.setdefault(sample.group_index, []).append(sample)
     verdicts = [[is_right(sample, reward_key) for sample in group] for group in problems.values()]
     answers = [[answer_of(sample) for sample in group] for group in problems.values()]
     described = sample_metrics(samples, reward_key)
     mean = estimate([fmean(right) for right in verdicts])
-    usable = [sample for group in problems.values() for sample in group]
     core, aux = f"val-core/{name}", f"val-aux/{name}"
     metrics = {f"eval/{name}/accuracy": mean.mean}
     metrics |= {f"eval/{name}/{reported}": described[metric] for metric, reported in REPORTED.items()}
@@ -80,9 +79,8 @@ def set_metrics(name: str, samples: Sequence[Sample], per_problem: int, reward_k
             if voted:
                 metrics[f"{aux}/acc/maj@{k}"] = fmean(map(majority_at_k, answers, verdicts, repeat(k)))
     metrics |= _turns(aux, usable)
-    calls = sum(sample.num_tool_calls for sample in usable)
-    if calls:
-        metrics[f"{aux}/code/pass_rate"] = 1 - sum(sample.num_tool_errors for sample in usable) / calls
+    if described["tool_calls_mean"]:
+        metrics[f"{aux}/code/pass_rate"] = 1 - described["tool_error_rate"]
     return metrics
 
 

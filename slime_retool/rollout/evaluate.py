@@ -77,6 +77,7 @@ async def evaluate(
 
 def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list[Sample]) -> dict[str, Any]:
     """What a transcript depends on, as far as the configuration knows."""
+    rows = [[sample.prompt, sample.label, sample.tools] for sample in samples]
     return {
         "model": config.eval_endpoint_model or config.hf_checkpoint,
         "sampling": params,
@@ -88,14 +89,9 @@ def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list
         "hooks": public_values(*config.hook_args),
         "context_len": config.rollout_max_context_len,
         "prompts": len(samples),
-        "data": _digest(samples),
+        # Tells sets apart that have as many prompts.
+        "data": hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest(),
     }
-
-
-def _digest(samples: list[Sample]) -> str:
-    """Tells sets apart that have as many prompts."""
-    rows = [[sample.prompt, sample.label, sample.tools] for sample in samples]
-    return hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest()
 
 
 def _copies(config: Config, samples: list[Sample]) -> list[Sample]:

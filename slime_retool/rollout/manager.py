@@ -68,7 +68,18 @@ class RolloutManager:
 
     def connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
         """Evaluate a model behind a chat API instead."""
-        self._call(self._connect_endpoint(url, model, api_key))
+
+        def make(config: Config) -> ChatEndpoint:
+            return ChatEndpoint(
+                url,
+                model,
+                api_key=api_key,
+                concurrency=config.eval_endpoint_concurrency,
+                timeout=config.rollout_request_timeout,
+                retries=config.rollout_request_retries,
+            )
+
+        self._context.chat = self._call(self._context.resource("chat endpoint", make))
 
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Make one training batch with `--rollout-function-path`; its errors are raised here."""
@@ -151,19 +162,6 @@ class RolloutManager:
                 "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
             }
         return batch
-
-    async def _connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
-        def make(config: Config) -> ChatEndpoint:
-            return ChatEndpoint(
-                url,
-                model,
-                api_key=api_key,
-                concurrency=config.eval_endpoint_concurrency,
-                timeout=config.rollout_request_timeout,
-                retries=config.rollout_request_retries,
-            )
-
-        self._context.chat = await self._context.resource("chat endpoint", make)
 
     async def _work(self, start: Callable[[], Awaitable[T]]) -> T:
         """Await what `start` returns: hooks find the context, and `close` finds the task."""
