@@ -71,7 +71,7 @@ class TrainerActor:
         self._memory.reload()
 
     def trainer(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `trainer.core.Trainer`."""
+        """Call a method of `trainer.core.Trainer`. Tensors are [N] on the CPU."""
         return getattr(self._trainer, method)(*arguments)
 
     def log_probs(self, samples: list[TrainSample]) -> list[float]:

@@ -37,7 +37,10 @@ def connect(config: Config) -> None:
     if address != "local":
         logger.info("joining the Ray cluster at %s", address)
         try:
-            _require_answer(address)
+            # Where nothing listens Ray itself would try for ever.
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit():
+                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
             ray.init(address=address, **options)
         except (OSError, RayError) as error:  # RayError: the cluster asks for another token
             raise ConfigError(
@@ -67,10 +70,3 @@ def _start_private(options: dict[str, Any]) -> None:
                 raise
             logger.warning("Ray did not start in time; once more (%s)", error)
             ray.shutdown()
-
-
-def _require_answer(address: str) -> None:
-    """Raise OSError when nothing listens at HOST:PORT; Ray itself would try for ever."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()

@@ -90,9 +90,10 @@ def place(config: Config) -> Placement:
 def _place_on_gpus(config: Config, placement: Placement) -> None:
     per_engine = config.rollout_num_gpus_per_engine
     own_engines = 0 if config.rollout_external_urls else config.num_engines
-    trainers = {
-        roles: [group.actor_num_gpus_per_node] * group.actor_num_nodes for roles, group in _trainer_groups(config)
-    }
+    groups = config.trainer_groups
+    if config.debug_rollout_only:  # colocated engines still take the first one's
+        groups = groups[:1] if config.colocate else []
+    trainers = {roles: [group.actor_num_gpus_per_node] * group.actor_num_nodes for roles, group in groups}
     engines = [] if config.colocate else [per_engine] * own_engines
     _check_hosts(trainers, engines, sorted((gpus for gpus in _gpus_by_node().values() if gpus), reverse=True))
     wanted = {name: sizes for name, sizes in (*trainers.items(), ("engines", engines)) if sizes}
@@ -106,13 +107,6 @@ def _place_on_gpus(config: Config, placement: Placement) -> None:
         slots = placement.trainers[0]
         placement.engines = [slots[i * per_engine : (i + 1) * per_engine] for i in range(own_engines)]
         assert all(len({slot.node for slot in engine}) == 1 for engine in placement.engines), "checked by `validate`"
-
-
-def _trainer_groups(config: Config) -> list[tuple[str, Config]]:
-    """Those that need a place: with --debug-rollout-only colocated engines still take the first one's."""
-    if not config.debug_rollout_only:
-        return config.trainer_groups
-    return config.trainer_groups[:1] if config.colocate else []
 
 
 def _reserve(placement: Placement, sizes: list[int], *, spread: bool) -> list[list[Slot]]:

@@ -29,17 +29,6 @@ def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: b
     ]
 
 
-def _start(actors: list[Any]) -> list[Any]:
-    """Let the ranks meet, build their models and load weights; gives what `results` waits for."""
-    (init_method,) = results(call(actors[:1], "rendezvous"))
-    return call(actors, "start", init_method)
-
-
-def _trainers(actors: list[Any], method: str, *arguments: Any) -> list[Any]:
-    """Call a method of every rank's `trainer.core.Trainer`. Tensors are [N] on the CPU."""
-    return call(actors, "trainer", method, *arguments)
-
-
 class Trainers:
     """All groups of a run. The first holds the policy; a critic with processes of its own is the second."""
 
@@ -56,7 +45,11 @@ class Trainers:
         groups = replace(self._config, num_rollout=num_rollout).trainer_groups
         for (roles, config), slots in zip(groups, self._slots, strict=True):
             self._groups.append(_make_actors(config, slots, roles, self._several_hosts))
-        return results([ref for group in self._groups for ref in _start(group)])[0]
+        starting = []
+        for actors in self._groups:
+            (init_method,) = results(call(actors[:1], "rendezvous"))
+            starting += call(actors, "start", init_method)
+        return results(starting)[0]
 
     @property
     def _policy(self) -> list[Any]:
@@ -66,13 +59,13 @@ class Trainers:
         """One rollout's optimizer steps on all ranks."""
         shared = ray.put(batch)  # one copy per host, however many ranks read it
         if len(self._groups) == 1:
-            return results(_trainers(self._policy, "train", shared, rollout_id))[0]
+            return results(call(self._policy, "trainer", "train", shared, rollout_id))[0]
         policy, critic = self._groups
-        values = ray.put(results(_trainers(critic, "values", shared))[0])
-        returns = ray.put(results(_trainers(policy, "prepare", shared, rollout_id, values))[0])
+        values = ray.put(results(call(critic, "trainer", "values", shared))[0])
+        returns = ray.put(results(call(policy, "trainer", "prepare", shared, rollout_id, values))[0])
         metrics = results(
-            _trainers(policy, "optimize", rollout_id)
-            + _trainers(critic, "train_critic", shared, rollout_id, values, returns)
+            call(policy, "trainer", "optimize", rollout_id)
+            + call(critic, "trainer", "train_critic", shared, rollout_id, values, returns)
         )
         return metrics[0] | metrics[-1]
 
@@ -84,7 +77,7 @@ class Trainers:
         """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device."""
         # The policy's last: a checkpoint of it never lacks the critic's.
         for group in reversed(self._groups):
-            results(_trainers(group, "save", rollout_id, extra))
+            results(call(group, "trainer", "save", rollout_id, extra))
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Leave the device, where --offload-train says so."""

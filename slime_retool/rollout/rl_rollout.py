@@ -120,7 +120,9 @@ class _Sampling:
         )
         try:
             while len(self.kept) < self._target:
-                running |= self._start(self._wanted() - len(running))
+                # What is missing, times the over-sampling.
+                wanted = math.ceil((self._target - len(self.kept)) * self._at_once / self._target)
+                running |= self._start(wanted - len(running))
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=lambda task: task.get_name()):
                     self._judge(task.result())
@@ -149,11 +151,6 @@ class _Sampling:
             "groups_returned": self._num_returned,
         }
         return {name: float(count) for name, count in counts.items()}
-
-    def _wanted(self) -> int:
-        """Groups that should run now: what is missing, times the over-sampling."""
-        missing = self._target - len(self.kept)
-        return math.ceil(missing * self._at_once / self._target)
 
     def _start(self, count: int) -> set[asyncio.Task[Group]]:
         """Draw up to `count` prompts and start them. Raises RolloutError when nothing may be drawn any more."""

@@ -25,18 +25,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_bridge.arithmetic.cards import (
-    ATTENTION_SHARES,
-    BANDWIDTH_SHARE,
-    EXPERT_GEMM_SHARE,
-    GEMM_SHARE,
-    HOST_ADAM_BANDWIDTH,
-    LINK_SHARE,
-    LOCAL_SHARE,
-    PIPELINE_SEND_SECONDS,
-    STEP_SECONDS,
-    Card,
-)
+from megatron_bridge.arithmetic import cards
+from megatron_bridge.arithmetic.cards import BANDWIDTH_SHARE, GEMM_SHARE, Card
 from megatron_bridge.arithmetic.parameters import adapter_parameters, widths
 from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
 from slime_retool.commands.plan.activations import BF16, FP32, expert_imbalance, mean_over_layers, sequence_split
@@ -72,7 +62,7 @@ def train_seconds(config: Config, card: Card, workload: Workload, *, logits: boo
     stages = stage_passes(config, card, workload, count, logits=logits)
     each = [stage.forward + stage.backward for stage in stages]
     step = sum(each) + (count - 1) * max(each)
-    step += _reduce_seconds(config, card, stages[-1].backward) + _adam_seconds(config, card) + STEP_SECONDS
+    step += _reduce_seconds(config, card, stages[-1].backward) + _adam_seconds(config, card) + cards.STEP_SECONDS
     return config_steps(config, workload) * step
 
 
@@ -104,7 +94,7 @@ def stage_passes(config: Config, card: Card, workload: Workload, count: int, *, 
         stages[-1] += output_pass(config, card, tokens * workload.learned)
     if pp > 1:
         sent = tokens * BF16 * required(config, "hidden_size") / sequence_split(config)
-        send = PIPELINE_SEND_SECONDS + sent / _link(config, card, config.world_size)
+        send = cards.PIPELINE_SEND_SECONDS + sent / _link(config, card, config.world_size)
         stages = [stage + Pass(send, send) for stage in stages]
     return stages
 
@@ -120,10 +110,10 @@ def layer_pass(config: Config, card: Card, attended: float) -> Pass:
         mean_over_layers(config, dense.backward, mixture.backward),
     )
     scores = 2 * w.queries / tp * attended / card.peak_flops
-    forward_share, backward_share = ATTENTION_SHARES[_attention_kernel(config, card)]
+    forward_share, backward_share = cards.ATTENTION_SHARES[_attention_kernel(config, card)]
     total = attention + mlp + _elementwise(config, card)
     if config.transformer_impl == "local":
-        total = total.times(1 / LOCAL_SHARE)
+        total = total.times(1 / cards.LOCAL_SHARE)
     total += Pass(scores / forward_share, 2 * scores / backward_share)
     total += _layer_traffic(config, card)
     if config.lora is not None:
@@ -153,7 +143,7 @@ def _experts(config: Config, card: Card, *, frozen: bool) -> Pass:
     tp = config.tensor_model_parallel_size
     ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
     routed = required(config, "moe_router_topk") * expert_imbalance(config)
-    products = _matrices(card, [(h, 2 * e), (e, h)], frozen=frozen, share=EXPERT_GEMM_SHARE).times(routed / tp)
+    products = _matrices(card, [(h, 2 * e), (e, h)], frozen=frozen, share=cards.EXPERT_GEMM_SHARE).times(routed / tp)
     # Permuting and un-permuting read and write each copy of the token.
     permuted = 4 * BF16 * routed * h / tp / (card.bandwidth * BANDWIDTH_SHARE)
     sent = 2 * BF16 * routed * h / tp * (ranks - 1) / ranks / _link(config, card, ranks)
@@ -230,7 +220,7 @@ def _adam_seconds(config: Config, card: Card) -> float:
     shard = stepped_parameters(config, dense, experts)
     away = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
     on_device = 4 * (dense + experts) + 14 * shard + 28 * shard * (1 - away)
-    on_host = 28 * shard * away / HOST_ADAM_BANDWIDTH + 6 * shard * away / card.host_link
+    on_host = 28 * shard * away / cards.HOST_ADAM_BANDWIDTH + 6 * shard * away / card.host_link
     return on_device / (card.bandwidth * BANDWIDTH_SHARE) + on_host
 
 
@@ -242,4 +232,4 @@ def _trained_parameters(config: Config) -> tuple[int, int]:
 
 def _link(config: Config, card: Card, extent: int) -> float:
     """Bytes per second that collectives reach in a group whose ranks span `extent` consecutive GPUs."""
-    return LINK_SHARE * (card.nvlink if extent <= config.actor_num_gpus_per_node else card.network)
+    return cards.LINK_SHARE * (card.nvlink if extent <= config.actor_num_gpus_per_node else card.network)
