@@ -7,6 +7,7 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from slime_retool.chat import load_tokenizer
@@ -87,11 +88,8 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int = -1, *, resume: bool = False) -> dict[str, float]:
         """Metrics of all evaluation sets, see `rollout.evaluate`."""
-
-        def evaluate() -> Awaitable[dict[str, float]]:
-            return evaluation.evaluate(self._context, self.eval_sets, rollout_id, resume=resume)
-
-        return self._call(self._work(evaluate))
+        work = partial(evaluation.evaluate, self._context, self.eval_sets, rollout_id, resume=resume)
+        return self._call(self._work(work))
 
     def held_out(self) -> dict[str, list[TrainSample]]:
         """The evaluation sets as SFT's validation data, see `rollout.held_out`; made once."""
@@ -152,7 +150,7 @@ class RolloutManager:
     async def _generate(self, rollout_id: int) -> RolloutBatch:
         if self._client is not None:
             self._client.take_stats()
-        batch = await self._work(lambda: self._rollout(self._context, self.data, rollout_id))
+        batch = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
         if self._client is not None:
             stats = self._client.take_stats()
             batch.metrics |= {

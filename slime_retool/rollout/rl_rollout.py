@@ -43,7 +43,6 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     be generated at all, and whatever a hook raises that is not a RolloutError.
     """
     config = context.config
-    assert config.rollout_batch_size is not None
     started = time.monotonic()
     sampling = _Sampling(context, data, rollout_id)
     await sampling.run()
@@ -77,7 +76,8 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         rows = [(sample, {"rollout_id": rollout_id}) for sample in finished]
         await asyncio.to_thread(dump_samples, path, rows)
     named = {f"rollout/{name}": value for name, value in metrics.items()}
-    return RolloutBatch(trained, named | {"perf/reward_seconds": sampling.reward_seconds})
+    # Seconds in which at least one sample waited for its reward, mostly while others were still generated.
+    return RolloutBatch(trained, named | {"perf/reward_seconds": sampling.hooks.reward_time.seconds})
 
 
 def _usable(group: Group) -> Group:
@@ -94,7 +94,7 @@ class _Sampling:
         self._target = config.rollout_batch_size
         self._limit = config.max_sampling_rounds * self._target
         self._at_once = max(self._target, config.over_sampling_batch_size or 0)
-        self._hooks, self._params = Hooks.load(config), training_sampling_params(config)
+        self.hooks, self._params = Hooks.load(config), training_sampling_params(config)
         path = config.dynamic_sampling_filter_path
         self._filter: FilterFn | None = None if path is None else load_function(path, "--dynamic-sampling-filter-path")
         self._started: dict[str, Group] = {}
@@ -135,11 +135,6 @@ class _Sampling:
             bar.close()
             await cancel([*running, *done])
 
-    @property
-    def reward_seconds(self) -> float:
-        """Seconds in which at least one sample waited for its reward, mostly while others were still generated."""
-        return self._hooks.reward_time.seconds
-
     def metrics(self) -> dict[str, float]:
         """How many groups ended which way."""
         counts = {
@@ -162,7 +157,7 @@ class _Sampling:
         self._started |= groups
         return {
             asyncio.create_task(
-                run_all(run_sample(self._config, self._hooks, sample, self._params) for sample in group), name=name
+                run_all(run_sample(self._config, self.hooks, sample, self._params) for sample in group), name=name
             )
             for name, group in groups.items()
         }

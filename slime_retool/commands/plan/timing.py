@@ -197,7 +197,7 @@ def output_pass(config: Config, card: Card, rows: float) -> Pass:
 def _reduce_seconds(config: Config, card: Card, last_backward: float) -> float:
     """Gradients and weights over data-parallel ranks, as far as no computation hides them."""
     replicas = config.data_parallel_size * config.context_parallel_size
-    dense, experts = _trained_parameters(config)
+    _, dense, experts = held_parameters(config, 0, max(layers_of_stages(config)))
     link = _link(config, card, config.world_size // config.pipeline_model_parallel_size)
     holders = expert_replicas(config)
     moved = dense * (replicas - 1) / replicas + experts * (holders - 1) / holders
@@ -216,18 +216,12 @@ def _adam_seconds(config: Config, card: Card) -> float:
 
     On the host the 28 bytes are its memory's, and gradients go there and weights come back (6).
     """
-    dense, experts = _trained_parameters(config)
+    _, dense, experts = held_parameters(config, 0, max(layers_of_stages(config)))
     shard = stepped_parameters(config, dense, experts)
     away = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
     on_device = 4 * (dense + experts) + 14 * shard + 28 * shard * (1 - away)
     on_host = 28 * shard * away / cards.HOST_ADAM_BANDWIDTH + 6 * shard * away / card.host_link
     return on_device / (card.bandwidth * BANDWIDTH_SHARE) + on_host
-
-
-def _trained_parameters(config: Config) -> tuple[int, int]:
-    """(not experts, experts) with gradients on the first rank of the widest pipeline stage."""
-    _, dense, experts = held_parameters(config, 0, max(layers_of_stages(config)))
-    return dense, experts
 
 
 def _link(config: Config, card: Card, extent: int) -> float:
