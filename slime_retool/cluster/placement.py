@@ -65,7 +65,7 @@ class Placement:
         return any(slot.node != self.driver for slots in (*self.trainers, *self.engines) for slot in slots)
 
     def release(self) -> None:
-        """Free the GPUs; without Ray they are."""
+        """Free the GPUs; where Ray has ended they are free."""
         for group in self.groups if ray.is_initialized() else ():
             remove_placement_group(group)
         self.groups = []

@@ -41,7 +41,7 @@ def results(refs: list[Any]) -> list[Any]:
 
 
 def end(what: str, actors: list[Any], method: str) -> None:
-    """Let actors end what they started, then end them; without Ray they have ended. Never raises."""
+    """Let actors end what they started, then end them; where Ray has ended so have they. Never raises."""
     if not ray.is_initialized():
         return
     quietly(what, lambda: ray.get(call(actors, method), timeout=STOP_SECONDS))
