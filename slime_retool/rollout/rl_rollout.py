@@ -97,7 +97,6 @@ class _Sampling:
         self.hooks, self._params = Hooks.load(config), training_sampling_params(config)
         path = config.dynamic_sampling_filter_path
         self._filter: FilterFn | None = None if path is None else load_function(path, "--dynamic-sampling-filter-path")
-        self._started: dict[str, Group] = {}
         self.kept: list[Group] = []
         self.finished: list[Group] = []
         """Every group that ended by itself, kept or not."""
@@ -109,8 +108,7 @@ class _Sampling:
         self._last_error = "samples were aborted"
 
     async def run(self) -> None:
-        running: set[asyncio.Task[Group]] = set()
-        done: set[asyncio.Task[Group]] = set()
+        running: dict[asyncio.Task[Group], Group] = {}
         bar = tqdm(
             total=self._target,
             desc=f"rollout {self._rollout_id}",
@@ -123,17 +121,17 @@ class _Sampling:
                 # What is missing, times the over-sampling.
                 wanted = math.ceil((self._target - len(self.kept)) * self._at_once / self._target)
                 running |= self._start(wanted - len(running))
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda task: task.get_name()):
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda task: running[task][0].group_index):
                     self._judge(task.result())
+                    del running[task]
                 bar.update(len(self.kept) - bar.n)
-            unused = [self._started[task.get_name()] for task in running] + self._surplus
-            unused.sort(key=lambda group: group[0].group_index)
+            unused = sorted([*running.values(), *self._surplus], key=lambda group: group[0].group_index)
             self._data.return_groups(unused)
             self._num_returned = len(unused)
         finally:
             bar.close()
-            await cancel([*running, *done])
+            await cancel(list(running))
 
     def metrics(self) -> dict[str, float]:
         """How many groups ended which way."""
@@ -147,19 +145,15 @@ class _Sampling:
         }
         return {name: float(count) for name, count in counts.items()}
 
-    def _start(self, count: int) -> set[asyncio.Task[Group]]:
-        """Draw up to `count` prompts and start them. Raises RolloutError when nothing may be drawn any more."""
+    def _start(self, count: int) -> dict[asyncio.Task[Group], Group]:
+        """Draw up to `count` prompts, as far as any may still be drawn, and start them."""
         count = min(count, self._limit - self._num_drawn)
         if count < 1:
-            return set()
+            return {}
         self._num_drawn += count
-        groups = {f"group {group[0].group_index:012d}": group for group in self._data.next_groups(count)}
-        self._started |= groups
         return {
-            asyncio.create_task(
-                run_all(run_sample(self._config, self.hooks, sample, self._params) for sample in group), name=name
-            )
-            for name, group in groups.items()
+            asyncio.create_task(run_all(run_sample(self._config, self.hooks, s, self._params) for s in group)): group
+            for group in self._data.next_groups(count)
         }
 
     def _judge(self, group: Group) -> None:
