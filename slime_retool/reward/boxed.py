@@ -70,6 +70,12 @@ def without_tool_text(response: str) -> str:
     return response
 
 
+def without_open_thought(text: str) -> str:
+    """The text up to a `<think>` that is never closed: what was only thought when the response was cut is no answer."""
+    start = text.rfind("<think>")
+    return text if start < 0 or "</think>" in text[start:] else text[:start]
+
+
 def _blanked(text: str, opening: str, closing: str) -> str:
     parts = []
     position = 0

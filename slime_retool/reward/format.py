@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_retool.reward.boxed import last_boxed, without_tool_text
+from slime_retool.reward.boxed import last_boxed, without_open_thought, without_tool_text
 
 _TAGS = ("tool_call", "tool_response", "code", "interpreter")
 MAX_TAIL = 300
@@ -15,7 +15,7 @@ def format_score(response: str) -> float:
     Well-formed: every tool tag is paired, and the model's own words end in one \boxed{...} answer, which stands behind
     the last tool output, with little text after it.
     """
-    spoken = without_tool_text(response)
+    spoken = without_open_thought(without_tool_text(response))
     if any(f"<{tag}>" in spoken or f"</{tag}>" in spoken for tag in _TAGS):
         return 0.0
     last_output = max(response.rfind(f"</{tag}>") for tag in _TAGS)
