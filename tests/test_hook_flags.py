@@ -156,7 +156,7 @@ def test_what_is_shipped_to_actors_needs_no_module_of_a_hook(tasks: Path):
 
 def test_trackers_are_told_a_hooks_settings_but_no_secret(tasks: Path, tmp_path: Path, monkeypatch):
     told = {}
-    monkeypatch.setattr("slime_retool.train.WandbTracker", lambda key, *, config, **_: told.update(config))
+    monkeypatch.setattr("slime_retool.metrics.WandbTracker", lambda settings, key: told.update(settings["config"]))
     words = ["--custom-rm-path", "one.reward_func", "--one-key", "s3cret", "--wandb-key", "k", "--use-wandb"]
     trackers_of(parse_config([*words, "--output-dir", str(tmp_path), "--lr", "3"]))
     assert (told["one_bonus"], told["lr"], told["sglang_server_flags"]) == (1.0, 3.0, {})

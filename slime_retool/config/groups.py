@@ -19,6 +19,12 @@ from slime_retool.algo.algorithms import (
 
 RL_ROLLOUT = "slime_retool.rollout.rl_rollout.generate_rollout"
 SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
+TRANSPORTS = {
+    "ipc": "slime_retool.trainer.weight_sync.ipc.IpcTransport",
+    "broadcast": "slime_retool.trainer.weight_sync.broadcast.BroadcastTransport",
+    "disk": "slime_retool.trainer.weight_sync.disk.DiskTransport",
+}
+"""How weights reach the engines: the path of a `trainer.weight_sync.transport.Transport`, by name."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,9 @@ class ClusterArgs:
     )
     update_weight_transport: str = flag(
         "auto",
-        choices=("auto", "ipc", "broadcast", "disk"),
-        help="How new weights reach the engines. auto: ipc with --colocate, disk for external engines with "
+        metavar="NAME",
+        help=f"How new weights reach the engines: auto, {', '.join(TRANSPORTS)}, or the dotted path of a Transport of "
+        "your own (docs/extending.md). auto: ipc with --colocate, disk for external engines with "
         "--update-weight-disk-dir, else broadcast (NCCL, gloo on the CPU). disk: through files, for engines that can "
         "join no group.",
     )
@@ -511,6 +518,9 @@ class TrackingArgs:
     wandb_key: str | None = flag(None, secret=True, help="W&B key (else WANDB_API_KEY or an earlier `wandb login`).")
     wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"), help="W&B mode.")
     use_tensorboard: bool = flag(False, help="Write TensorBoard event files to --output-dir.")
+    custom_tracker_path: str | None = flag(
+        None, metavar="MODULE.FUNCTION", help="Hook tracker(args) -> a tracker of your own (docs/extending.md)."
+    )
 
 
 @dataclass(frozen=True)
