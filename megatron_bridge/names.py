@@ -60,7 +60,7 @@ class Family:
     qk_layernorm: bool = False
     experts: bool = False
     head_dim: int | None = None
-    """Width of a head where config.json does not say; None: hidden size / heads."""
+    """Where config.json does not say; None: hidden size / heads."""
 
     def layer_parameters(self, num_experts: int = 0) -> tuple[Parameter, ...]:
         """Parameters of one transformer layer; `num_experts` 0 is a layer with a dense MLP."""

@@ -16,8 +16,7 @@ class Tracker(Protocol):
     """Takes metrics. What it raises ends the run."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Some metrics of a rollout (-1: before training), by name; its others come in further calls. NaN may be among
-        them, and a resumed run repeats rollouts."""
+        """Some metrics of a rollout (-1: before training); others follow in further calls. NaN may be among them."""
 
     def close(self) -> None:
         """The run is over, whichever way it ended."""
@@ -92,14 +91,11 @@ class Metrics:
 
 
 def open_metrics(
-    folder: Path,
-    *more: Tracker,
-    tensorboard: bool = False,
-    wandb: Mapping[str, Any] | None = None,
+    folder: Path, *own: Tracker, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
     wandb_key: str | None = None,
-) -> Metrics:
-    """metrics.jsonl in `folder`, `more`, and what is asked for: TensorBoard's files there, a W&B run so set."""
-    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl"), *more]
+) -> Metrics:  # fmt: skip
+    """metrics.jsonl in `folder`, `own`, and what is asked for: TensorBoard's files there, a W&B run so set."""
+    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl"), *own]
     if tensorboard:
         trackers.append(TensorBoardTracker(folder / "tensorboard"))
     if wandb is not None:

@@ -81,15 +81,11 @@ def run(config: Config, check: ServerFlagCheck) -> None:
 
 
 def trackers_of(config: Config) -> Metrics:
-    """All that the flags ask for."""
-    path, flag = config.custom_tracker_path, "--custom-tracker-path"
-    return open_metrics(
-        Path(config.output_dir),
-        *([] if path is None else [load_function(path, flag)(config)]),
-        tensorboard=config.use_tensorboard,
-        wandb=wandb_settings(config),
-        wandb_key=config.wandb_key,
-    )
+    """metrics.jsonl, and what the flags ask for beside it."""
+    path = config.custom_tracker_path
+    own = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
+    wandb, folder = wandb_settings(config), Path(config.output_dir)
+    return open_metrics(folder, *own, tensorboard=config.use_tensorboard, wandb=wandb, wandb_key=config.wandb_key)
 
 
 def _resumes(config: Config) -> bool:

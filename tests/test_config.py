@@ -176,7 +176,7 @@ BAD = {
     "ipc to engines on other devices": ({"--update-weight-transport": "ipc"}, "ipc needs --colocate"),
     "a transport that there is not": (
         {"--update-weight-transport": "rdma"},
-        "--update-weight-transport must be one of auto, ipc, broadcast, disk, or the dotted path of a Transport, got rdma",
+        "must be one of auto, ipc, broadcast, disk, or the dotted path of a Transport, got rdma",
     ),
     "a transport that cannot be imported": (
         {"--update-weight-transport": "no_such_module.Transport"},

@@ -23,8 +23,8 @@ def check_engines(config: Config) -> None:
         )
     transport = config.weight_transport
     if transport not in TRANSPORTS:
-        choices = f"auto, {', '.join(TRANSPORTS)}, or the dotted path of a Transport"
-        require("." in transport, f"--update-weight-transport must be one of {choices}, got {transport}")
+        known = f"auto, {', '.join(TRANSPORTS)}, or the dotted path of a Transport"
+        require("." in transport, f"--update-weight-transport must be one of {known}, got {transport}")
         load_function(transport, "--update-weight-transport")
     if config.colocate:
         _check_colocated(config, total)

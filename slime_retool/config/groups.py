@@ -279,7 +279,7 @@ class AlgoArgs:
     loss_type: str = flag(
         next(iter(LOSSES)),
         metavar="NAME",
-        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/algorithms.md). "
+        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/extending.md). "
         "sft_loss starts no engines and takes each conversation once.",
     )
     advantage_estimator: str = flag(
@@ -287,7 +287,7 @@ class AlgoArgs:
         metavar="NAME",
         help="How rewards become advantages: "
         f"{'; '.join(f'{name}, {algorithm.summary}' for name, algorithm in ALGORITHMS.items())}; "
-        "or the dotted path of an algorithm of your own (docs/algorithms.md).",
+        "or the dotted path of an algorithm of your own (docs/extending.md).",
     )
     disable_grpo_std_normalization: bool = flag(False, help="Do not divide advantages by the group's deviation.")
     normalize_advantages: bool = flag(
