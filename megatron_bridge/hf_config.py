@@ -38,7 +38,7 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
     heads, hidden = _need(config, "num_attention_heads"), _need(config, "hidden_size")
     # transformers' own defaults where the key may be left out
     groups = config.get("num_key_value_heads") or heads
-    kv_channels = config.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)
+    kv_channels = config.get("head_dim") or family.head_dim or hidden // heads
     experts = _expert_args(config) if family.experts else {}
     return ModelArgs(
         num_layers=_need(config, "num_hidden_layers"),

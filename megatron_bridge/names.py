@@ -59,6 +59,8 @@ class Family:
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     experts: bool = False
+    head_dim: int | None = None
+    """Where config.json does not say; None: hidden size / heads."""
 
     def layer_parameters(self, num_experts: int = 0) -> tuple[Parameter, ...]:
         """Parameters of one transformer layer; `num_experts` 0 is a layer with a dense MLP."""
@@ -134,6 +136,7 @@ QWEN3 = Family(
         Parameter("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
     ),
     qk_layernorm=True,
+    head_dim=128,
 )
 
 QWEN3_MOE = Family("qwen3_moe", parent=QWEN3, qk_layernorm=True, experts=True)

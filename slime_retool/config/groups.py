@@ -19,6 +19,12 @@ from slime_retool.algo.algorithms import (
 
 RL_ROLLOUT = "slime_retool.rollout.rl_rollout.generate_rollout"
 SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
+TRANSPORTS = {
+    "ipc": "slime_retool.trainer.weight_sync.ipc.IpcTransport",
+    "broadcast": "slime_retool.trainer.weight_sync.broadcast.BroadcastTransport",
+    "disk": "slime_retool.trainer.weight_sync.disk.DiskTransport",
+}
+"""How weights reach the engines: the path of a `trainer.weight_sync.transport.Transport`, by name."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,9 @@ class ClusterArgs:
     )
     update_weight_transport: str = flag(
         "auto",
-        choices=("auto", "ipc", "broadcast", "disk"),
-        help="How new weights reach the engines. auto: ipc with --colocate, disk for external engines with "
+        metavar="NAME",
+        help=f"How new weights reach the engines: auto, {', '.join(TRANSPORTS)}, or the dotted path of a Transport of "
+        "your own (docs/extending.md). auto: ipc with --colocate, disk for external engines with "
         "--update-weight-disk-dir, else broadcast (NCCL, gloo on the CPU). disk: through files, for engines that can "
         "join no group.",
     )
@@ -274,7 +281,7 @@ class AlgoArgs:
     loss_type: str = flag(
         next(iter(LOSSES)),
         metavar="NAME",
-        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/algorithms.md). "
+        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/extending.md). "
         "sft_loss starts no engines and takes each conversation once.",
     )
     advantage_estimator: str = flag(
@@ -282,7 +289,7 @@ class AlgoArgs:
         metavar="NAME",
         help="How rewards become advantages: "
         f"{'; '.join(f'{name}, {algorithm.summary}' for name, algorithm in ALGORITHMS.items())}; "
-        "or the dotted path of an algorithm of your own (docs/algorithms.md).",
+        "or the dotted path of an algorithm of your own (docs/extending.md).",
     )
     disable_grpo_std_normalization: bool = flag(False, help="Do not divide advantages by the group's deviation.")
     normalize_advantages: bool = flag(
@@ -523,6 +530,9 @@ class TrackingArgs:
     wandb_key: str | None = flag(None, secret=True, help="W&B key (else WANDB_API_KEY or an earlier `wandb login`).")
     wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"), help="W&B mode.")
     use_tensorboard: bool = flag(False, help="Write TensorBoard event files to --output-dir.")
+    custom_tracker_path: str | None = flag(
+        None, metavar="MODULE.FUNCTION", help="Hook tracker(args) -> a tracker of your own (docs/extending.md)."
+    )
 
 
 @dataclass(frozen=True)

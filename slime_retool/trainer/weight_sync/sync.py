@@ -7,22 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from slime_retool.config.groups import TRANSPORTS
 from slime_retool.engine.admin import EngineAdmin, every_engine
 from slime_retool.engine.checksum import tensor_checksum
 from slime_retool.engine.server import engine_workers
 from slime_retool.errors import WeightUpdateError
+from slime_retool.protocols import load_function
 from slime_retool.trainer.core import Trainer
 from slime_retool.trainer.gather import hf_named_tensors
-from slime_retool.trainer.weight_sync.broadcast import BroadcastTransport
-from slime_retool.trainer.weight_sync.disk import DiskTransport
-from slime_retool.trainer.weight_sync.ipc import IpcTransport
 from slime_retool.trainer.weight_sync.transport import Peers, Transport, first_problem
-
-TRANSPORTS: dict[str, Callable[[Peers], Transport]] = {
-    "ipc": IpcTransport,
-    "broadcast": BroadcastTransport,
-    "disk": DiskTransport,
-}
 
 
 class WeightSync:
@@ -39,7 +32,7 @@ class WeightSync:
         """
         Args:
             host: address of global rank 0 as the engines reach it.
-            transport: "ipc", "broadcast" or "disk"; default --update-weight-transport.
+            transport: a name of `TRANSPORTS`, or the path of one; default --update-weight-transport.
         """
         config = trainer.config
         self.weight_version = 0
@@ -59,7 +52,9 @@ class WeightSync:
             bucket_bytes=max(wanted, largest),
             timeout=config.distributed_timeout_minutes * 60,
         )
-        self._transport = TRANSPORTS[transport or config.weight_transport](self._peers)
+        transport = transport or config.weight_transport
+        make = load_function(TRANSPORTS.get(transport, transport), "--update-weight-transport")
+        self._transport: Transport = make(self._peers)
         self.set_engines(engine_urls)
 
     def set_engines(self, engine_urls: Sequence[str]) -> None:
