@@ -17,9 +17,10 @@ from slime_retool.chat import load_tokenizer
 from slime_retool.config import parse_config, resolve, validate
 from slime_retool.data.source import samples_from_file
 from slime_retool.errors import run_command
+from slime_retool.rollout.sft_rollout import to_train_sample
 from slime_retool.rollout.sft_tokens import ConversationTokenizer
 from slime_retool.trainer.core import Trainer
-from slime_retool.types import RolloutBatch, TrainSample
+from slime_retool.types import RolloutBatch
 
 ROWS, BATCH = 6400, 32
 STEPS = 400
@@ -52,7 +53,7 @@ def warm_start(out: Path, *, seed: int, steps: int = STEPS) -> Path:
         trainer.load()
         for step in range(steps):
             chosen = [rows[index % ROWS] for index in range(BATCH * step, BATCH * (step + 1))]
-            batch = RolloutBatch([TrainSample(*tokenize(row.prompt, row.tools)) for row in chosen])
+            batch = RolloutBatch([to_train_sample(tokenize, row) for row in chosen])
             loss = trainer.train(batch, step)["train/loss"]
             if step % 50 == 0 or step == steps - 1:
                 print(f"supervised step {step}: loss {loss:.3f}", flush=True)
