@@ -50,6 +50,7 @@ def configure(args: argparse.Namespace, flags: list[str]) -> Config:
     from traces import build_prompt_rows, write_jsonl
 
     out = args.output_dir.resolve()
+    out.mkdir(parents=True, exist_ok=True)
     model = args.model or warm_start(out / f"start_{args.seed}", seed=args.seed)
     write_jsonl(build_prompt_rows("rl", 1024, args.seed), out / "prompts.jsonl")
     named = {"--hf-checkpoint": model, "--ref-load": out / "torch_dist", "--prompt-data": out / "prompts.jsonl"}
@@ -101,11 +102,13 @@ async def loop(config: Config, tokenizer: Any, trainer: Trainer, engine: EngineP
             inputs = AdvantageInputs(batch.segments, batch.rewards, batch.groups)
             advantages = compute_advantages(config.algorithm, inputs).advantages
             # The loss's denominator is known before the forward. Prompts and tool output weigh 0: no model wrote them.
-            data_of_loss = TokenData(token_weights(batch.segments, per_token=True), {"advantages": advantages})
+            weights = token_weights(batch.segments, per_token=True)
             # The loss compares with the log-probs sampled from: a "kl" near 0 says that engine and trainer agree.
             assert batch.rollout_log_probs is not None
-            data_of_loss.columns["old_log_probs"] = batch.rollout_log_probs
-            metrics = trainer.actor.optimize(batch, range(batch.num_samples), data_of_loss).metrics
+            columns = {"advantages": advantages, "old_log_probs": batch.rollout_log_probs}
+            # The formula stands in the algorithm's record, slime_retool/algo/algorithms.py: for GRPO, PPO's clipped ratio.
+            loss_data = TokenData(weights, columns)
+            metrics = trainer.actor.optimize(batch, range(batch.num_samples), loss_data).metrics
             # The next rollout must come from the new policy: pause, forget what is cached, send, count, resume.
             before, version = admin.weight_checksums(), sync.update()
             now = admin.weight_checksums()
