@@ -16,11 +16,12 @@ export OMP_NUM_THREADS ?= 1
 # Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
 export RAY_worker_niceness ?= 0
 
-.PHONY: help install test lint quickstart quickstart-short recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
+.PHONY: help install test lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
 	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
+	@echo "make minimal           the RL loop on one page, examples/minimal/rl_loop.py, with a tiny model (SEED=1)"
 	@echo "make compare-short     two RL algorithms in a few steps from one SFT checkpoint"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint, types and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
@@ -50,6 +51,9 @@ quickstart: $(STAMP)
 
 quickstart-short: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED) --short --output-dir outputs/quickstart-short
+
+minimal: $(STAMP)
+	$(PY) -W ignore examples/minimal/rl_loop.py --seed $(SEED)
 
 compare-short: $(STAMP)
 	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms gspo ppo \
