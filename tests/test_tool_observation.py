@@ -162,6 +162,7 @@ def test_tokens_that_only_a_vocabulary_knows_are_defused_too():
     filter_ = special_tokens("<sep>", "<sep>more", "word", "<")
     assert filter_.clean("<sep> word <") == "< sep> word <"
     assert filter_.clean("<sep>more") == "< sep>more"
+    assert special_tokens("<s").clean("a<s>") == "a< s>"
     assert "[" not in special_tokens("[INST]").clean("x") and special_tokens("[INST]").clean("[INST]") == "[INST]"
 
 
@@ -174,3 +175,28 @@ def test_a_tokenizer_without_added_tokens_cleans_tags_and_control_characters():
             return list(text.encode())
 
     assert ObservationFilter(Bare()).clean("<tool_call>\x07") == "< tool_call>\\x07"
+
+
+class Counting:
+    """A byte is a token, and every text begins with one more; remembers the longest text that it was given."""
+
+    added_tokens_decoder: dict[int, object] = {}
+    is_fast = False
+    longest = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        return [0, *text.encode()]
+
+
+def test_a_token_for_the_beginning_of_a_text_is_part_of_the_budget():
+    filter_ = ObservationFilter(Counting())
+    assert filter_.fit("c" * 49, 50) == "c" * 49
+    assert len(filter_.fit("c" * 50, 50)) == 49
+
+
+def test_a_text_beyond_32_characters_a_token_is_never_tokenized_whole():
+    counting = Counting()
+    assert ObservationFilter(counting).fit("c" * 320, 10) == "..." and counting.longest == 320
+    counting.longest = 0
+    assert ObservationFilter(counting).fit("c" * 321, 10) == "..." and counting.longest < 320
