@@ -143,6 +143,11 @@ PLAIN = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
+def test_an_assistant_turn_that_opens_the_conversation_is_supervised_too():
+    messages = [assistant("hello"), user("q"), assistant("a")]
+    assert supervised_texts(messages, tokenizer=byte_tokenizer(PLAIN + PROMPT)) == ["hello<|im_end|>", "a<|im_end|>"]
+
+
 def test_a_template_that_drops_tool_calls_is_refused():
     messages = [user("q"), assistant("", "x"), tool("1"), assistant("y")]
     with pytest.raises(DataError, match="does not write the tool calls of message 1"):

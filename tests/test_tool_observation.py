@@ -100,6 +100,10 @@ def between_numbers() -> list[int]:
     return places
 
 
+def test_as_many_characters_as_are_kept_are_a_whole_text():
+    assert shorten(TEXT, len(TEXT)) == TEXT
+
+
 @pytest.mark.parametrize("keep", range(len(TEXT)))
 def test_numbers_are_kept_whole_or_not_at_all(keep: int):
     """Two thirds are head, one tail; the last line is kept at the head's cost; a cut in a number keeps less."""
