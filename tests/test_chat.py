@@ -96,6 +96,12 @@ def test_an_id_that_the_tokenizer_does_not_have_decodes_to_nothing() -> None:
     assert codec.decode([START, 10**6, END]) == "<|im_start|><|im_end|>" and asked == []
 
 
+def test_an_added_word_with_letters_that_stand_for_no_byte_decodes_to_itself() -> None:
+    other = copy.deepcopy(tokenizer())
+    other.add_tokens(["kończ"])
+    assert TextCodec(other).decode([START, len(other) - 1, END]) == "<|im_start|>kończ<|im_end|>"
+
+
 def test_a_python_tokenizer_is_told_to_add_skip_and_tidy_nothing() -> None:
     codec = TextCodec(Slow())
     assert codec.encode("a  b .") == [97, 32, 32, 98, 32, 46]
