@@ -55,9 +55,7 @@ class CudaMeansCpu(TorchFunctionMode):
 
 
 def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 def install_cpu_compat() -> None:
