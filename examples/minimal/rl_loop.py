@@ -106,7 +106,7 @@ async def loop(config: Config, tokenizer: Any, trainer: Trainer, engine: EngineP
             # The loss compares with the log-probs sampled from: a "kl" near 0 says that engine and trainer agree.
             assert batch.rollout_log_probs is not None
             columns = {"advantages": advantages, "old_log_probs": batch.rollout_log_probs}
-            # What the loss is says the algorithm's record (slime_retool/algo/algorithms.py): for GRPO PPO's clipped ratio.
+            # The algorithm's record (slime_retool/algo/algorithms.py) names the loss: for GRPO PPO's clipped ratio.
             loss_data = TokenData(weights, columns)
             metrics = trainer.actor.optimize(batch, range(batch.num_samples), loss_data).metrics
             # The next rollout must come from the new policy: pause, forget what is cached, send, count, resume.
