@@ -34,6 +34,9 @@ _MACROS = {
 }  # fmt: skip
 _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     # Markdown and Python
+    (r"(?<![A-Za-z\\])(?:c?math|numpy|np|sympy|sp)\.(?=[a-z])", ""), (r"(?<=\d)_(\d{3})(?!\d)", r"\1"),
+    (r"(?<![\w.])(\d+(?:\.\d*)?)[eE]([+-]?\d{1,3})(?![\w.])", r"\1\\cdot 10^{\2}"),
+    (r"(?<![A-Za-z\\])(?:oo|inf)(?![A-Za-z])", r"\\infty "), (r"(?<![A-Za-z\\])factorial\((\d+)\)", r"\1!"),
     (r"^\s*\*\*(?!\*)(.*[^*])\*\*\s*$", r"\1"),
     (r"(?<![A-Za-z])(?:Fraction|Rational)\(([^(),]*),([^(),]*)\)", r"\\frac{\1}{\2}"),
     (r"^\s*Matrix\((.*)\)$", r"\1"), (r"\*\*\s*(?:\(([^()]*)\)|([+-]?\w+))", r"^{\1\2}"),
@@ -41,6 +44,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<![A-Za-z\\])log(?=\()", r"\\ln"), (r"(?<![A-Za-z\\])(sqrt|pi|exp|log|ln|sin|cos|tan)(?![A-Za-z])", r"\\\1"),
     *2 * [(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}")],  # one in another, too
     # LaTeX
+    (r"^\s*\\\$\s*(?=[\d.])(.*)$", r"\1\\text{ dollar}"), (r"\^\s*\{?\s*\\circ\s*\}?\s*$", r"\\text{ deg}"),
     (r"\{,\}", ","), (r"\\[!,;:]|\{\s*\}", ""), (r"\\ |~", " "),
     (r"\\?\$|\\\(|\\\)|^\s*\\\[|(?<!\\)\\\]\s*$", ""), (r"\^\s*\{?\s*\\circ\s*\}?|\\circ\b", " "),
     (r"^\s+|[\s.]+$", ""),

@@ -12,7 +12,7 @@ from typing import Any
 
 MEMORY = 4 << 30
 CLOSE = 1e-12
-"""Numbers are equal exactly or within this share of the larger one, found with 30 digits."""
+"""Rational numbers are equal exactly, others within this share of the larger one, found with 30 digits."""
 
 
 def main() -> None:
@@ -55,9 +55,12 @@ def same(a: Any, b: Any) -> bool:
     if not isinstance(a, sympy.Expr) and not isinstance(b, sympy.Expr):
         return bool(verify(a, b, timeout_seconds=None))
     a, b = positive(a), positive(b)
+    if a.is_rational and b.is_rational:
+        return bool((a - b).doit() == 0)
     if (a - b).free_symbols:
         return bool(sympy.simplify(a - b) == 0)
-    return bool(a == b or abs(sympy.N(a - b, 30)) <= CLOSE * abs(sympy.N(a, 30)))
+    difference = sympy.N(a - b, 30)
+    return bool(a == b or (difference.is_finite and abs(difference) <= CLOSE * abs(sympy.N(a, 30))))
 
 
 def positive(expression: Any) -> Any:
