@@ -87,7 +87,12 @@ def test_powers(base: int, power: int) -> None:
     check(
         truth,
         [tex(value), f"{base}**({power})", f"\\left({base}\\right)^{{{power}}}"],
-        [f"{base}^{{{power + 1}}}", f"{base}^{{{power - 1}}}", f"{base + 1}^{{{power}}}", tex(value + abs(value) / 10**9)],
+        [
+            f"{base}^{{{power + 1}}}",
+            f"{base}^{{{power - 1}}}",
+            f"{base + 1}^{{{power}}}",
+            tex(value + abs(value) / 10**9),
+        ],
     )
 
 
