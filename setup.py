@@ -23,6 +23,7 @@ REQUIRES = [
     "tqdm",
     "psutil",
     "numpy",
+    "scipy",
     "math-verify",
     "matplotlib",
     "jsonschema",

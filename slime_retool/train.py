@@ -31,6 +31,7 @@ from slime_retool.config.printable import print_command_line, wandb_settings
 from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
+from slime_retool.health import HealthCheck
 from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes, open_metrics
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import set_aside
@@ -101,6 +102,7 @@ class Loop:
         self._num_rollout = config.num_rollout
         self._config, self._cluster, self._rollout, self._metrics = config, cluster, rollout, metrics
         self._engine_memory: dict[str, float] = {}
+        self._health = HealthCheck()
 
     def run(self) -> None:
         config, end = self._config, self._num_rollout
@@ -161,6 +163,7 @@ class Loop:
             metrics |= cluster.trainers.train(batch, rollout_id)
         # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
         self._metrics.log(rollout_id, metrics)
+        self._health.look_at(rollout_id, metrics)
         timing: dict[str, float] = {}
         if not config.debug_rollout_only:
             if saves_after(config, rollout_id):
@@ -203,7 +206,8 @@ class Loop:
         with self._cluster.engines.checked():
             metrics = self._validate() if self._config.loss.supervised else self._rollout.evaluate(rollout_id)
         self._metrics.log(rollout_id, metrics | {"perf/eval_seconds": time.monotonic() - begin})
-        shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(("/accuracy", "/loss"))]
+        wanted = ("/accuracy", "/reward", "/loss")
+        shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(wanted)]
         logger.info("rollout %d: %s", rollout_id, ", ".join(shown))
 
     def _validate(self) -> dict[str, float]:

@@ -181,20 +181,20 @@ def test_view_shows_samples_and_only_wrong_ones_when_asked(tmp_path: Path, capsy
     file = str(dump(tmp_path / "rollout.jsonl"))
     assert main(["view", file]) == 0
     assert [line for line in capsys.readouterr().out.split("\n") if line.startswith("r")] == ["r0", "r1", "r2"]
-    assert main(["view", file, "--wrong"]) == 0
+    assert main(["view", file, "--wrong", "--accuracy-threshold", "0.5"]) == 0
     assert [line for line in capsys.readouterr().out.split("\n") if line.startswith("r")] == ["r0", "r1"]
 
 
 @pytest.mark.parametrize(
     ("reward", "flags", "wrong"),
     [
-        (0.5, [], False),
-        (0.0, [], True),
+        (0.5, ["--accuracy-threshold", "0.5"], False),
+        (0.4, ["--accuracy-threshold", "0.5"], True),
         (None, [], True),
         ({"score": 0.4, "acc": False}, [], True),  # shaped above 0
         ({"score": -0.2, "acc": True}, [], False),  # a penalty on a right answer
-        ({"points": 0.0}, ["--reward-key", "points"], True),
-        ({"points": 1.0}, ["--reward-key", "points"], False),
+        ({"points": 0.0}, ["--reward-key", "points", "--accuracy-threshold", "1"], True),
+        ({"points": 1.0}, ["--reward-key", "points", "--accuracy-threshold", "1"], False),
     ],
 )
 def test_view_calls_wrong_what_an_evaluation_does(reward, flags, wrong, tmp_path: Path, capsys):
@@ -208,6 +208,8 @@ def test_view_says_which_rewards_there_are_when_none_tells(tmp_path: Path, capsy
     assert main(["view", str(tmp_path / "r.jsonl")]) == 0
     assert "reward {'points': 1.0}" in capsys.readouterr().out
     assert main(["view", str(tmp_path / "r.jsonl"), "--wrong"]) == 2
+    assert "rewards alone do not say which answers are wrong; add --accuracy-threshold" in capsys.readouterr().err
+    assert main(["view", str(tmp_path / "r.jsonl"), "--wrong", "--accuracy-threshold", "1"]) == 2
     assert "line 1: the reward has no entry 'score', only ['points']; set --reward-key" in capsys.readouterr().err
 
 

@@ -47,12 +47,16 @@ def scored(group: int, index: int, pred: str, right: bool, **fields: Any) -> Sam
     return sample
 
 
+def of(n: int, **fields: Any) -> Config:
+    return Config(n_samples_per_eval_prompt=n, **fields)
+
+
 def test_figures_of_a_set_are_those_of_its_verdicts():
     samples = [
         *(scored(0, i, p, p == "7", num_tool_calls=2, num_tool_errors=1) for i, p in enumerate(["7", "7", "8", "9"])),
         *(scored(1, 4 + i, "3", False) for i in range(4)),
     ]
-    metrics = set_metrics("aime", samples, 4, "score")
+    metrics = set_metrics("aime", samples, of(4))
     assert metrics["val-core/aime/acc/mean@4"] == metrics["eval/aime/accuracy"] == 0.25
     assert metrics["val-aux/aime/acc/mean@4/low"] < 0.25 < metrics["val-aux/aime/acc/mean@4/high"]
     for k in (1, 2, 4):
@@ -67,26 +71,58 @@ def test_figures_of_a_set_are_those_of_its_verdicts():
 def test_a_shaped_reward_does_not_make_an_answer_right():
     sample = scored(0, 0, "1", False)
     sample.reward["score"] = 0.1
-    assert set_metrics("s", [sample], 1, "score")["eval/s/accuracy"] == 0
+    assert set_metrics("s", [sample], of(1))["eval/s/accuracy"] == 0
 
 
 def test_problems_count_alike_whatever_outages_took_from_them():
     lost = scored(0, 1, "", False)
     lost.status = SampleStatus.FAILED
     samples = [scored(0, 0, "1", True), lost, scored(1, 2, "1", False), scored(1, 3, "1", False)]
-    metrics = set_metrics("s", samples, 2, "score")
+    metrics = set_metrics("s", samples, of(2))
     assert metrics["eval/s/accuracy"] == 0.5 and metrics["eval/s/failed"] == 0.25
-    assert "val-aux/s/acc/pass@2" not in metrics
+    assert metrics["val-aux/s/acc/pass@2"] == 0 and metrics["val-aux/s/acc/problems@2"] == 1
 
 
 def test_the_table_does_not_call_a_figure_of_fewer_samples_by_the_whole_number():
     samples = [scored(0, i, "1", i == 0) for i in range(4)]
     config = Config(n_samples_per_eval_prompt=4, eval_prompt_data=["s", "s.jsonl"])
-    whole = table(config, set_metrics("s", samples, 4, "score"))
+    whole = table(config, set_metrics("s", samples, config))
     samples[3].status = SampleStatus.FAILED
-    cut = table(config, set_metrics("s", samples, 4, "score"))
+    cut = table(config, set_metrics("s", samples, config))
     assert "pass@4" in whole and "100.0 %" in whole and "k=" not in whole
     assert "66.7 % (k=2)" in cut
+
+
+def test_one_problem_with_fewer_answers_does_not_take_pass_at_k_from_the_others():
+    samples = [scored(group, 4 * group + i, str(i), i == 0) for group in range(3) for i in range(4)]
+    for sample in samples[9:]:
+        sample.status = SampleStatus.FAILED
+    metrics = set_metrics("s", samples, of(4))
+    assert metrics["val-aux/s/acc/pass@4"] == 1 and metrics["val-aux/s/acc/problems@4"] == 2
+    assert metrics["val-aux/s/acc/pass@1"] == pytest.approx((0.25 + 0.25 + 1) / 3)
+    assert "val-aux/s/acc/problems@1" not in metrics
+
+
+def test_equal_answers_are_one_vote_however_they_are_written():
+    answers = [("1/2", True), ("0.5", True), ("\\frac{1}{2}", True), ("3", False), ("3", False)]
+    samples = [scored(0, i, answer, right) for i, (answer, right) in enumerate(answers)]
+    by_meaning = set_metrics("s", samples, of(5, rm_type="math_verify"))
+    by_characters = set_metrics("s", samples, of(5))
+    assert by_meaning["val-aux/s/acc/maj@5"] == 1 and by_characters["val-aux/s/acc/maj@5"] == 0
+
+
+def test_a_reward_alone_is_reported_as_a_reward_and_not_as_accuracy():
+    samples = [scored(i, i, "", False) for i in range(40)]
+    for i, sample in enumerate(samples):
+        sample.reward = 0.3 if i else 1.0
+    metrics = set_metrics("s", samples, of(1, accuracy_threshold=None))
+    assert not [name for name in metrics if "acc" in name]
+    assert metrics["val-core/s/reward/mean@1"] == metrics["eval/s/reward"] == pytest.approx(0.3175)
+    assert metrics["val-aux/s/reward/mean@1/low"] < 0.3175 < metrics["val-aux/s/reward/mean@1/high"]
+    shown = table(of(1, eval_prompt_data=["s", "s.jsonl"]), metrics)
+    assert "reward" in shown.splitlines()[0] and "0.318" in shown and "%" not in shown.splitlines()[1].split("to")[0]
+    declared = set_metrics("s", samples, of(1, accuracy_threshold=1.0))
+    assert declared["eval/s/accuracy"] == 0.025
 
 
 def make_config(tmp_path: Any, **fields: Any) -> Config:

@@ -97,14 +97,32 @@ def test_majority_of_one_is_the_mean():
     assert majority_at_k(answers, right, 1) == pytest.approx(0.25)
 
 
-def test_the_interval_is_the_normal_one_over_problems():
+def test_the_interval_is_students_over_problems():
     values = [0.0, 0.5, 1.0, 1.0, 1.0]
     mean = sum(values) / 5
     deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / 4)
     result = estimate(values)
     assert result.mean == pytest.approx(mean)
-    assert result.low == pytest.approx(mean - 1.959963984540054 * deviation / math.sqrt(5))
+    assert result.low == pytest.approx(max(0.0, mean - 2.7764451051978 * deviation / math.sqrt(5)))
     assert result.high == 1.0  # cut
+    wide = estimate([10 * v for v in values], shares=False)
+    assert (wide.low, wide.high) == pytest.approx(
+        [10 * (mean + sign * 2.7764451051978 * deviation / math.sqrt(5)) for sign in (-1, 1)]
+    )
+
+
+def test_of_values_that_are_no_shares_one_problem_says_nothing():
+    assert estimate([3.0], shares=False).mean == 3.0 and math.isnan(estimate([3.0], shares=False).low)
+
+
+def test_intervals_of_few_problems_cover_the_truth_as_often_as_they_say():
+    source = random.Random(1)
+    hits = 0
+    for _ in range(2000):
+        values = [source.gauss(0.5, 0.1) for _ in range(5)]
+        result = estimate(values)
+        hits += result.low <= 0.5 <= result.high
+    assert 0.93 < hits / 2000 < 0.97  # the normal quantile: 0.88
 
 
 def test_problems_that_are_all_alike_still_leave_doubt():

@@ -65,7 +65,7 @@ async def test_each_sample_carries_its_reward(tmp_path):
 
 
 async def test_figures_describe_the_batch(tmp_path):
-    config = make_config(tmp_path, rollout_max_response_len=3)
+    config = make_config(tmp_path, rollout_max_response_len=3, accuracy_threshold=0.5)
     batch = await rollout(scripted_context(config, echo), Prompts(["ab", "abcdef"], 4))
     m = batch.metrics
     assert m["rollout/reward_mean"] == m["rollout/accuracy"] == m["rollout/reward_std"] == 0.5
@@ -120,7 +120,7 @@ async def test_when_nothing_can_be_generated_the_rollout_says_why(tmp_path):
     ("hooks", "error", "message"),
     [
         ({"custom_rm_path": "rollout_hooks.broken_reward"}, RolloutError, "ZeroDivisionError: a mistake of the user"),
-        ({"custom_rm_path": "rollout_hooks.text_reward"}, ValueError, "very good"),
+        ({"custom_rm_path": "rollout_hooks.text_reward"}, RolloutError, "returned 'very good'; a reward is a finite"),
         ({"custom_generate_function_path": "rollout_hooks.forgetful_generate"}, ValueError, "PENDING"),
         ({"custom_generate_function_path": "rollout_hooks.unequal_generate"}, ValueError, "must agree"),
     ],
@@ -132,7 +132,7 @@ async def test_a_mistake_in_a_hook_ends_the_rollout(hooks, error, message, tmp_p
 
 async def test_a_reward_that_is_not_a_number_ends_the_rollout(tmp_path):
     config = make_config(tmp_path, custom_rm_path="rollout_hooks.nan_reward")
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(RolloutError, match="none of 2 groups .*nan_reward returned nan; a reward is a finite number"):
         await rollout(scripted_context(config, echo), Prompts(["a"], 4))
 
 
@@ -155,7 +155,7 @@ async def test_data_without_any_spread_ends_with_an_explanation(tmp_path):
         max_sampling_rounds=3,
     )
     data = Prompts(["a"], 4)
-    with pytest.raises(RolloutError, match="6 prompts .* only 0 groups .* in 6 every one was right; .* too easy"):
+    with pytest.raises(RolloutError, match="6 prompts .* only 0 groups .* in 6 every one above 0; .* too easy"):
         await rollout(scripted_context(config, echo), data)
     assert data.drawn == 6
 
@@ -167,7 +167,7 @@ async def test_data_that_no_answer_solves_is_called_too_hard(tmp_path):
         dynamic_sampling_filter_path=SPREAD,
         max_sampling_rounds=3,
     )
-    with pytest.raises(RolloutError, match="in 6 every answer was wrong .* mean reward is 0, .* too hard"):
+    with pytest.raises(RolloutError, match="in 6 every reward was 0 or less.* mean reward is 0, .* too hard"):
         await rollout(scripted_context(config, echo), Prompts(["a"], 4))
 
 
@@ -203,7 +203,33 @@ async def test_the_limit_of_the_punishment_is_what_the_prompt_leaves_of_the_cont
         tmp_path, custom_rm_path="rollout_hooks.constant_reward", overlong_buffer_len=4, rollout_max_context_len=10
     )
     batch = await rollout(scripted_context(config, lambda *_: "x" * 5), Prompts(["1234"], 4))
-    assert {s.reward for s in batch.samples} == {1 - 3 / 4}  # limit 6, free up to 2
+    # The limit is 6 of 16, and so is the punished part: 1.5 of 4.
+    assert {s.reward for s in batch.samples} == {1 - (5 - 4.5) / 1.5}
+
+
+async def test_a_short_answer_to_a_long_prompt_is_not_punished(tmp_path):
+    config = make_config(
+        tmp_path,
+        custom_rm_path="rollout_hooks.constant_reward",
+        overlong_buffer_len=4096,
+        rollout_max_response_len=16384,
+        rollout_max_context_len=18432,
+    )
+    batch = await rollout(scripted_context(config, lambda *_: "x" * 100), Prompts(["p" * 16000], 4))
+    assert {s.reward for s in batch.samples} == {1.0}
+
+
+async def test_groups_that_teach_nothing_are_counted_kept_or_not(tmp_path):
+    config = make_config(tmp_path, custom_rm_path="rollout_hooks.reward_by_letter", rollout_batch_size=5)
+    batch = await rollout(scripted_context(config, echo), Prompts(list("wwrsl"), 4))
+    m = batch.metrics
+    assert (m["rollout/groups_finished"], m["rollout/groups_equal"]) == (5, 4)
+    assert "rollout/groups_all_wrong" not in m  # a reward alone does not say what is right
+    config = make_config(
+        tmp_path, custom_rm_path="rollout_hooks.reward_by_letter", rollout_batch_size=5, accuracy_threshold=1.0
+    )
+    m = (await rollout(scripted_context(config, echo), Prompts(list("wwrsl"), 4))).metrics
+    assert (m["rollout/groups_all_wrong"], m["rollout/groups_all_right"]) == (3, 1)
 
 
 async def test_truncated_samples_teach_nothing_and_stay_in_the_baseline(tmp_path):
@@ -238,7 +264,8 @@ def test_figures_of_each_data_set_that_samples_name():
     def sample(source: str, reward: float, calls: int) -> Sample:
         return Sample("", source=source, reward=reward, num_tool_calls=calls, status=SampleStatus.COMPLETED)
 
-    metrics = source_metrics([sample("a", 1.0, 1), sample("a", 0.0, 0), sample("b", 1.0, 2), sample("", 0.0, 0)], None)
+    samples = [sample("a", 1.0, 1), sample("a", 0.0, 0), sample("b", 1.0, 2), sample("", 0.0, 0)]
+    metrics = source_metrics(samples, None, 1)
     assert (metrics["a/samples"], metrics["a/accuracy"], metrics["a/tool_call_rate"]) == (2.0, 0.5, 0.5)
     assert (metrics["b/samples"], metrics["b/reward_mean"]) == (1.0, 1.0)
     assert {name.partition("/")[0] for name in metrics} == {"a", "b"}
@@ -311,7 +338,7 @@ def test_sampling_parameters_come_from_the_flags(tmp_path):
 
 
 async def test_evaluation_scores_every_prompt_n_times_per_set(tmp_path):
-    config = make_config(tmp_path, n_samples_per_eval_prompt=4, eval_max_response_len=2)
+    config = make_config(tmp_path, n_samples_per_eval_prompt=4, eval_max_response_len=2, accuracy_threshold=1)
     context = scripted_context(config, echo)
     sets = {"one": [Sample(prompt="ab"), Sample(prompt="cd")], "two": [Sample(prompt="efg")]}
     for rollout_id in (-1, 3):  # a set can be used again

@@ -51,7 +51,7 @@ async def closing_error(tmp_path: Path, letters: str, rounds: int, batch: int = 
 async def test_the_verdict_follows_from_the_dropped_groups(letters, wrong, right, verdict, tmp_path):
     text = await closing_error(tmp_path, letters, rounds=3)
     assert "rollout 0: 6 prompts (--max-sampling-rounds 3 x --rollout-batch-size 2) gave only 0 groups" in text
-    assert f"in {wrong} every answer was wrong (reward 0 or less), in {right} every one was right" in text
+    assert f"in {wrong} every reward was 0 or less, in {right} every one above 0" in text
     assert f"6 were dropped by {SPREAD}" in text and verdict in text and "failed" not in text
     assert [other for other in (HARD, EASY, MIXED) if other in text] == [verdict]
 

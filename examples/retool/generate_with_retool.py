@@ -57,7 +57,7 @@ async def generate_with_tools(
     if context.engine is None and context.chat is None:
         raise ConfigError("generate needs an inference engine, and this run has none; remove --debug-train-only")
     registry = await context.resource("tools", make_tools)
-    schemas = sample.tools or registry.schemas()
+    schemas = sample.tools = sample.tools or registry.schemas()  # kept: metrics and dumps tell what was offered
     registry.require(schemas)
     budgets = LoopBudgets(
         max_response_tokens=sampling_params.get("max_new_tokens", args.rollout_max_response_len),

@@ -35,6 +35,7 @@ READ = {
     *("hf_checkpoint", "device", "rollout_num_gpus", "rollout_num_gpus_per_engine", "ray_address", "seed"),
     *("input_key", "label_key", "tool_key", "metadata_key", "apply_chat_template"),
     *("custom_generate_function_path", "custom_rm_path", "rm_type", "reward_timeout", "reward_key"),
+    "accuracy_threshold",
     *("rollout_max_response_len", "rollout_max_context_len"),
     *("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids"),
     *("rollout_request_timeout", "rollout_request_retries", "output_dir", "no_progress"),
@@ -110,20 +111,24 @@ def _from_endpoint(config: Config) -> dict[str, float]:
 
 
 def table(config: Config, metrics: dict[str, float]) -> str:
-    """One line per set. Where outages left some problem with fewer than n samples, a cell names the k it is for."""
+    """One line per set. Where no problem has n usable samples, a cell names the k it is for."""
     n = config.n_samples_per_eval_prompt
+    judged = any(f"eval/{name}/accuracy" in metrics for name, _ in config.eval_sets)
     columns = [
-        "set", f"mean@{n}", "95 % interval", f"pass@{n}", f"maj@{n}", "turns", "tokens", "tool use", "code ok", "cut",
+        "set", f"mean@{n}" if judged else "reward", "95 % interval", f"pass@{n}", f"maj@{n}", "turns", "tokens",
+        "tool use", "code ok", "cut", "failed",
     ]  # fmt: skip
     rows = [columns]
     for name, _ in config.eval_sets:
-        core, aux, plain = f"val-core/{name}", f"val-aux/{name}", f"eval/{name}"
+        aux, plain = f"val-aux/{name}", f"eval/{name}"
+        what, shown = ("acc", _percent) if f"{plain}/accuracy" in metrics else ("reward", _number)
         k = next((k for k in reversed(powers_up_to(n)) if f"{aux}/acc/pass@{k}" in metrics), None)
         of_fewer = "" if k in (None, n) else f" (k={k})"
+        low, high = (metrics[f"{aux}/{what}/mean@{n}/{end}"] for end in ("low", "high"))
         rows.append([
             name,
-            _percent(metrics[f"{core}/acc/mean@{n}"]),
-            f"{_percent(metrics[f'{aux}/acc/mean@{n}/low'])} to {_percent(metrics[f'{aux}/acc/mean@{n}/high'])}",
+            shown(metrics[f"val-core/{name}/{what}/mean@{n}"]),
+            f"{shown(low)} to {shown(high)}",
             _percent(metrics.get(f"{aux}/acc/pass@{k}")) + of_fewer,
             _percent(metrics.get(f"{aux}/acc/maj@{k}")) + of_fewer,
             f"{metrics[f'{aux}/num_turns/mean']:.1f}",
@@ -131,6 +136,7 @@ def table(config: Config, metrics: dict[str, float]) -> str:
             _percent(metrics[f"{plain}/tool_call_rate"]),
             _percent(metrics.get(f"{aux}/code/pass_rate")),
             _percent(metrics[f"{plain}/truncated"]),
+            _percent(metrics[f"{plain}/failed"]),
         ])  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     return "\n".join(
@@ -140,3 +146,7 @@ def table(config: Config, metrics: dict[str, float]) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_retool.errors import DataError, run_command
-from slime_retool.rollout.eval_metrics import is_right
+from slime_retool.errors import ConfigError, DataError, run_command
+from slime_retool.rollout.sample_metrics import is_right
 from slime_retool.types import Sample
 
 PROG = "slime-retool view"
@@ -24,8 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--wrong",
         action="store_true",
-        help="only samples that an evaluation counts as wrong: by the reward's entry acc where it has one, else those "
-        "whose reward is not above 0; and those without a reward",
+        help="only samples that an evaluation counts as wrong, and those without a reward",
+    )
+    parser.add_argument(
+        "--accuracy-threshold",
+        type=float,
+        help="with --wrong: the reward of a right answer is at least this, where the reward has no entry acc",
     )
     parser.add_argument("--reward-key", help="entry of a reward with several that is the reward (default: score)")
     args = parser.parse_args(argv)
@@ -58,7 +62,7 @@ def _show(args: argparse.Namespace) -> int:
             continue
         try:
             sample = Sample(row["prompt"], row["label"], reward=row["reward"])
-            if args.wrong and sample.reward is not None and is_right(sample, args.reward_key):
+            if args.wrong and sample.reward is not None and _is_right(sample, args):
                 continue
         except ValueError as error:
             raise DataError(f"{args.file}, line {number}: {error}") from error
@@ -67,6 +71,13 @@ def _show(args: argparse.Namespace) -> int:
     if not shown:
         print("no sample matches")
     return 0
+
+
+def _is_right(sample: Sample, args: argparse.Namespace) -> bool:
+    right = is_right(sample, args.reward_key, args.accuracy_threshold)
+    if right is None:
+        raise ConfigError("--wrong: rewards alone do not say which answers are wrong; add --accuracy-threshold")
+    return right
 
 
 def sample_text(row: dict[str, Any], reward_key: str | None) -> str:

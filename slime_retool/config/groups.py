@@ -193,6 +193,11 @@ class RolloutArgs:
         help="Seconds the --custom-rm-path hook may run for one sample; beyond that the sample is dropped.",
     )
     reward_key: str | None = flag(None, help="Entry of a reward dict that is trained on (default score).")
+    accuracy_threshold: float | None = flag(
+        None,
+        help="A reward of at least this counts as a right answer, where the reward function does not say so itself "
+        "(acc in its dict); without either, rewards are reported and no accuracy.",
+    )
     overlong_filtering: bool = flag(
         False, help="Learn nothing from truncated responses (DAPO); they still count in their group's baseline."
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import math
+import numbers
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -25,8 +27,9 @@ class RewardRunner:
     the seconds that one call may run: a thread's counts from its start, not while it waits for its turn. A call that
     overruns is given up (an async one is cancelled, a thread is left behind); None sets no limit.
 
-    Raises RewardError, which costs one sample, for an overrun and for whatever the function raises, except ConfigError
-    and the errors of other boundaries, which pass.
+    Values of NumPy and torch become Python's. Raises RewardError, which costs one sample, for an overrun, for a value
+    that is no reward (see `as_reward`), and for whatever the function raises, except ConfigError and the errors of
+    other boundaries, which pass.
     """
 
     def __init__(self, function: RewardFn, name: str, *, timeout: float | None) -> None:
@@ -38,10 +41,13 @@ class RewardRunner:
     async def __call__(self, args: Any, sample: Any) -> Any:
         try:
             if self._is_async:
-                return await self._within_limit(self._function(args, sample))
-            async with self._turns:
-                reward = await self._within_limit(_in_thread(self._function, args, sample))
-            return await self._within_limit(reward) if inspect.isawaitable(reward) else reward
+                reward = await self._within_limit(self._function(args, sample))
+            else:
+                async with self._turns:
+                    reward = await self._within_limit(_in_thread(self._function, args, sample))
+                if inspect.isawaitable(reward):
+                    reward = await self._within_limit(reward)
+            return as_reward(reward, args.reward_key, self._name)
         except (ConfigError, RolloutError):
             raise
         except Exception as error:
@@ -61,6 +67,34 @@ class RewardRunner:
             task.cancel()
             raise RewardError(f"{self._name} ran longer than --reward-timeout {self._timeout:g} s")
         return task.result()
+
+
+def as_reward(value: Any, key: str | None, name: str) -> float | dict[str, Any]:
+    """What the reward function `name` returned, in Python's own types: a finite number, or a dict in which entry `key`
+    (default "score") is one. Raises RewardError for anything else."""
+    if not isinstance(value, dict):
+        return _finite(_plain(value), f"{name} returned")
+    reward = {str(entry): _plain(each) for entry, each in value.items()}
+    entry = key or "score"
+    if entry not in reward:
+        raise RewardError(f"{name} returned no entry {entry!r}, only {sorted(reward)}; set --reward-key")
+    return reward | {entry: _finite(reward[entry], f"{name} returned as {entry!r}")}
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of NumPy or torch as Python's; all else as it is."""
+    if not (hasattr(value, "item") and hasattr(value, "dtype")):
+        return value
+    try:
+        return value.item()
+    except (ValueError, RuntimeError):  # it holds several
+        return value
+
+
+def _finite(value: Any, returned: str) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise RewardError(f"{returned} {value!r:.100}; a reward is a finite number")
+    return float(value)
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -45,8 +45,18 @@ def compute_score(response: str, ground_truth: str, mode: str = "dapo") -> dict[
     return _scored(correct, answer and answer.strip())
 
 
+class Equality:
+    """Whether two answers are one by a mode's rule: for counting votes. It may block for some seconds."""
+
+    def __init__(self, mode: str) -> None:
+        self._by_meaning, self._symbolic = mode == "math_verify", _Symbolic()
+
+    def __call__(self, one: str, other: str) -> bool:
+        return one == other or (self._by_meaning and same_answer(one, other, self._symbolic))
+
+
 class _Symbolic:
-    """Comparisons for one score: so many and no more, and none after one that took too long or crashed."""
+    """Comparisons for one purpose: so many and no more, and none after one that took too long or crashed."""
 
     def __init__(self) -> None:
         self._left = MAX_COMPARISONS

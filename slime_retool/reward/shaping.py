@@ -35,7 +35,7 @@ def shape_tool_use(score: float, num_messages: int, *, cap: float = -0.6) -> flo
     return min(cap, score + (num_messages - 2) / 2 * 0.1)
 
 
-def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+def overlong_penalty(length: int, max_length: int, buffer: float) -> float:
     """DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, eq. 13), between -1 and 0.
 
     `length` tokens of the response, of at most `max_length`; the punishment grows linearly over the last `buffer` of

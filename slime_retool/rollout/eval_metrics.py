@@ -2,11 +2,13 @@
 
 With n samples per problem and k = 1, 2, 4, ... n (see `rollout.statistics` for the formulas):
 
-    eval/<set>/accuracy                     mean over problems of the share of right answers
+    eval/<set>/accuracy                     mean over problems of the share of right answers (`is_right`)
     eval/<set>/...                          what the samples are described by (`rollout.sample_metrics`)
     val-core/<set>/acc/mean@n               the same accuracy, under the name that verl's users look for
     val-aux/<set>/acc/mean@n/low, /high     its 95 % confidence interval
-    val-aux/<set>/acc/pass@k, maj@k         maj@k where the reward names the answer it found ("pred")
+    val-aux/<set>/acc/pass@k, maj@k         over the problems with k usable samples (`.../problems@k`, where some have
+                                            fewer); maj@k where the reward names the answer it found ("pred")
+    val-core/<set>/reward/mean@n, ...       in place of all acc/..., where nothing says which answers are right
     val-aux/<set>/num_turns/mean, min, max  messages of the conversation, the prompt counted as one
     val-aux/<set>/code/pass_rate            executed calls that ended without an error
 """
@@ -14,12 +16,13 @@ With n samples per problem and k = 1, 2, 4, ... n (see `rollout.statistics` for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 from statistics import fmean
 
+from slime_retool.config import Config
+from slime_retool.reward.score import Equality
 from slime_retool.reward.shaping import conversation_messages
 from slime_retool.rollout.hooks import USABLE
-from slime_retool.rollout.sample_metrics import sample_metrics
+from slime_retool.rollout.sample_metrics import is_right, sample_metrics
 from slime_retool.rollout.statistics import estimate, majority_at_k, pass_at_k, powers_up_to
 from slime_retool.types import Sample
 
@@ -36,51 +39,67 @@ REPORTED = {
 }
 
 
-def is_right(sample: Sample, reward_key: str | None) -> bool:
-    """The reward's "acc" where it has one, else whether the reward is above 0."""
-    if isinstance(sample.reward, dict) and "acc" in sample.reward:
-        return bool(sample.reward["acc"])
-    return sample.reward_value(reward_key) > 0
-
-
 def answer_of(sample: Sample) -> str | None:
     """The answer that the reward function found ("pred"); None when it found none, or does not tell."""
     found = sample.reward.get("pred") if isinstance(sample.reward, dict) else None
     return None if found is None or str(found) == "" else str(found)
 
 
-def set_metrics(name: str, samples: Sequence[Sample], per_problem: int, reward_key: str | None) -> dict[str, float]:
-    """All metrics of the set `name`; `samples` hold at least one usable one.
+def set_metrics(name: str, samples: Sequence[Sample], config: Config) -> dict[str, float]:
+    """All metrics of the set `name`; `samples` hold at least one usable one. It may compare answers for some seconds.
 
     Problems count by their usable samples; one that lost all of them to outages is left out (see `failed`).
     """
+    key, threshold, n = config.reward_key, config.accuracy_threshold, config.n_samples_per_eval_prompt
     usable = [sample for sample in samples if sample.status in USABLE]
     problems: dict[int, list[Sample]] = {}
     for sample in usable:
         problems.setdefault(sample.group_index, []).append(sample)
-    verdicts = [[is_right(sample, reward_key) for sample in group] for group in problems.values()]
-    answers = [[answer_of(sample) for sample in group] for group in problems.values()]
-    described = sample_metrics(samples, reward_key)
-    mean = estimate([fmean(right) for right in verdicts])
-    core, aux = f"val-core/{name}", f"val-aux/{name}"
-    metrics = {f"eval/{name}/accuracy": mean.mean}
-    metrics |= {f"eval/{name}/{reported}": described[metric] for metric, reported in REPORTED.items()}
+    groups = list(problems.values())
+    described = sample_metrics(samples, key, threshold)
+    metrics = {f"eval/{name}/{reported}": described[metric] for metric, reported in REPORTED.items()}
     # A chat API returns no ids, only their number.
     lengths = [sample.metadata.get("completion_tokens", sample.response_length) for sample in usable]
     metrics[f"eval/{name}/response_length"] = fmean(lengths)
-    metrics[f"{core}/acc/mean@{per_problem}"] = mean.mean
-    metrics[f"{aux}/acc/mean@{per_problem}/low"] = mean.low
-    metrics[f"{aux}/acc/mean@{per_problem}/high"] = mean.high
-    complete = min(map(len, verdicts))
-    if complete > 1:
-        voted = any(answer is not None for given in answers for answer in given)
-        for k in powers_up_to(complete):
-            metrics[f"{aux}/acc/pass@{k}"] = fmean(pass_at_k(len(right), sum(right), k) for right in verdicts)
-            if voted:
-                metrics[f"{aux}/acc/maj@{k}"] = fmean(map(majority_at_k, answers, verdicts, repeat(k)))
+    judged = "accuracy" in described
+    values = [[float(bool(is_right(s, key, threshold)) if judged else s.reward_value(key)) for s in g] for g in groups]
+    what, aux = "acc" if judged else "reward", f"val-aux/{name}"
+    mean = estimate([fmean(each) for each in values], shares=judged)
+    metrics[f"val-core/{name}/{what}/mean@{n}"] = mean.mean
+    metrics |= {f"{aux}/{what}/mean@{n}/low": mean.low, f"{aux}/{what}/mean@{n}/high": mean.high}
+    if judged:
+        metrics[f"eval/{name}/accuracy"] = mean.mean
+        answers = [_votes([answer_of(sample) for sample in group], config.rm_type) for group in groups]
+        metrics |= {f"{aux}/acc/{k}": value for k, value in _at_k(values, answers, n).items()}
     metrics |= _turns(aux, usable)
     if described["tool_calls_mean"]:
         metrics[f"{aux}/code/pass_rate"] = 1 - described["tool_error_rate"]
+    return metrics
+
+
+def _votes(answers: list[str | None], rm_type: str) -> list[int | None]:
+    """A number for each answer, the same for those that `rm_type` finds equal: 1/2 and 0.5 are one vote."""
+    same, first = Equality(rm_type), dict.fromkeys(answer for answer in answers if answer is not None)
+    kinds: dict[str, int] = {}
+    for answer in first:
+        kinds[answer] = next((kinds[other] for other in kinds if same(other, answer)), len(kinds))
+    return [None if answer is None else kinds[answer] for answer in answers]
+
+
+def _at_k(right: list[list[float]], answers: list[list[int | None]], n: int) -> dict[str, float]:
+    """pass@k and maj@k over the problems with at least k answers, for n > 1 answers per problem."""
+    metrics: dict[str, float] = {}
+    voted = any(answer is not None for given in answers for answer in given)
+    for k in powers_up_to(n) if n > 1 else ():
+        enough = [(given, [bool(r) for r in verdicts]) for given, verdicts in zip(answers, right, strict=True)
+                  if len(verdicts) >= k]  # fmt: skip
+        if not enough:
+            break
+        metrics[f"pass@{k}"] = fmean(pass_at_k(len(verdicts), sum(verdicts), k) for _, verdicts in enough)
+        if voted:
+            metrics[f"maj@{k}"] = fmean(majority_at_k(given, verdicts, k) for given, verdicts in enough)
+        if len(enough) < len(right):
+            metrics[f"problems@{k}"] = float(len(enough))
     return metrics
 
 

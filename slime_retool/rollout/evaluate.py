@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -71,7 +72,7 @@ async def evaluate(
         if not any(sample.status in USABLE for sample in done):
             error = next((sample.error for sample in done if sample.error), "samples were aborted")
             raise RolloutError(f"evaluation set {name!r}: none of {len(done)} samples could be scored; {error}")
-        metrics |= set_metrics(name, done, config.n_samples_per_eval_prompt, config.reward_key)
+        metrics |= await asyncio.to_thread(set_metrics, name, done, config)
     return metrics
 
 

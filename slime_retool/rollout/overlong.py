@@ -15,15 +15,15 @@ from slime_retool.types import Sample, SampleStatus, TrainSample
 def shaped_reward(config: Config, sample: Sample) -> float:
     """The reward to train on: with `--overlong-buffer-len` less for the last tokens that a response may have.
 
-    The limit is what ends this sample's response. Observations count, as they do there.
+    The limit is what ends this sample's response. Observations count, as they do there. Where a long prompt leaves less
+    than --rollout-max-response-len, the punished last part keeps its share of it: it never begins at the first token.
     """
     reward = sample.reward_value(config.reward_key)
-    if config.overlong_buffer_len is None:
-        return reward
     limit = config.response_limit(sample.prompt_length)
-    return reward + config.overlong_penalty_factor * overlong_penalty(
-        sample.response_length, limit, config.overlong_buffer_len
-    )
+    if config.overlong_buffer_len is None or limit < 1:
+        return reward
+    buffer = config.overlong_buffer_len * limit / config.rollout_max_response_len
+    return reward + config.overlong_penalty_factor * overlong_penalty(sample.response_length, limit, buffer)
 
 
 def mask_overlong(config: Config, sample: Sample, train: TrainSample) -> TrainSample:

@@ -26,7 +26,7 @@ from slime_retool.protocols import DataSource, FilterFn, load_function
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sample
 from slime_retool.rollout.overlong import mask_overlong, shaped_reward
-from slime_retool.rollout.sample_metrics import sample_metrics, source_metrics
+from slime_retool.rollout.sample_metrics import is_right, sample_metrics, source_metrics
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.rollout.transcripts import dump_samples
 from slime_retool.types import RolloutBatch, Sample, TrainSample
@@ -59,8 +59,8 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     seconds = time.monotonic() - started
     model_tokens = sum(sum(sample.loss_mask) for sample in finished)
     metrics = (
-        sample_metrics(finished, config.reward_key)
-        | source_metrics(finished, config.reward_key)
+        sample_metrics(finished, config.reward_key, config.accuracy_threshold)
+        | source_metrics(finished, config.reward_key, config.accuracy_threshold)
         | sampling.metrics()
         | {
             "train_samples": float(len(trained)),
@@ -138,12 +138,22 @@ class _Sampling:
         counts = {
             "groups_kept": len(self.kept),
             "groups_dropped": len(self._filtered),
-            "groups_all_wrong": self._num_all_wrong(),
-            "groups_all_right": self._num_all_right(),
+            "groups_finished": len(self.finished),
             "groups_failed": self._num_failed,
             "groups_returned": self._num_returned,
         }
-        return {name: float(count) for name, count in counts.items()}
+        return {name: float(count) for name, count in (counts | self._alike()).items()}
+
+    def _alike(self) -> dict[str, int]:
+        """How many of all finished groups teach nothing: of several usable samples whose rewards are equal; and, where
+        the answers can be judged, those that are all wrong or all right."""
+        groups = [usable for group in self.finished if len(usable := _usable(group)) > 1]
+        counts = {"groups_equal": sum(len(set(map(self._reward, group))) == 1 for group in groups)}
+        verdicts = [[self._is_right(sample) for sample in group] for group in groups]
+        if all(verdict is not None for group in verdicts for verdict in group):
+            counts["groups_all_wrong"] = sum(not any(group) for group in verdicts)
+            counts["groups_all_right"] = sum(all(group) for group in verdicts)
+        return counts
 
     def _start(self, count: int) -> dict[asyncio.Task[Group], Group]:
         """Draw up to `count` prompts, as far as any may still be drawn, and start them."""
@@ -193,9 +203,10 @@ class _Sampling:
     def _verdict(self) -> str:
         """What the dropped groups say about the data, and what helps."""
         rewards = [self._reward(sample) for group in self.finished for sample in _usable(group)]
-        wrong, right = self._num_all_wrong(), self._num_all_right()
+        wrong = sum(all(self._reward(sample) <= 0 for sample in group) for group in self._filtered)
+        right = sum(all(self._reward(sample) > 0 for sample in group) for group in self._filtered)
         text = (
-            f"in {wrong} every answer was wrong (reward 0 or less), in {right} every one was right; over all samples "
+            f"in {wrong} every reward was 0 or less, in {right} every one above 0; over all samples "
             f"the mean reward is {fmean(rewards):.3g}, the lowest {min(rewards):.3g}, the highest {max(rewards):.3g}. "
         )
         if wrong > 2 * right:
@@ -210,11 +221,8 @@ class _Sampling:
             + "Most prompts are too hard or too easy for this model: choose others, or raise --n-samples-per-prompt"
         )
 
-    def _num_all_wrong(self) -> int:
-        return sum(all(self._reward(sample) <= 0 for sample in group) for group in self._filtered)
-
-    def _num_all_right(self) -> int:
-        return sum(all(self._reward(sample) > 0 for sample in group) for group in self._filtered)
+    def _is_right(self, sample: Sample) -> bool | None:
+        return is_right(sample, self._config.reward_key, self._config.accuracy_threshold)
 
     def _reward(self, sample: Sample) -> float:
         return sample.reward_value(self._config.reward_key)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from statistics import NormalDist, fmean, stdev
 
-Z = NormalDist().inv_cdf(0.975)
-"""Deviations on each side of the mean that hold 95 % of a normal distribution."""
+LEVEL = 0.975
+"""Quantile whose deviations on each side of the mean hold 95 %."""
+Z = NormalDist().inv_cdf(LEVEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +27,25 @@ class Estimate:
     high: float
 
 
-def estimate(per_problem: Sequence[float]) -> Estimate:
-    """Mean of one value per problem, each in [0, 1], with its interval.
+def estimate(per_problem: Sequence[float], *, shares: bool = True) -> Estimate:
+    """Mean of one value per problem, each in [0, 1] if they are `shares`, with its interval.
 
-    The normal interval mean +- z s / sqrt(P), s the deviation (divisor P - 1) of the problems' values, cut to [0, 1].
-    Where that has no width (one problem, or all alike) the Wilson interval of P observations takes its place,
-    since "all right" in a few problems does not prove that the next one is. Raises ValueError for no problems.
+    Student's interval mean +- t s / sqrt(P), s the deviation (divisor P - 1) of the problems' values and t the quantile
+    of P - 1 degrees of freedom: few problems say less than the normal interval claims. That of shares is cut to [0, 1].
+    Where it has no width (one problem, or all alike) the Wilson interval of P shares takes its place, since "all right"
+    in a few problems does not prove that the next one is; of other values nothing is known (NaN). Raises ValueError for
+    no problems.
     """
     if not per_problem:
         raise ValueError("an estimate needs at least one problem, got none")
     count, mean = len(per_problem), fmean(per_problem)
     if count == 1 or min(per_problem) == max(per_problem):
-        return Estimate(mean, *wilson_interval(mean, count))
-    half = Z * stdev(per_problem) / math.sqrt(count)
-    return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half))
+        return Estimate(mean, *(wilson_interval(mean, count) if shares else (math.nan, math.nan)))
+    from scipy.stats import t  # half a second, once
+
+    half = float(t.ppf(LEVEL, count - 1)) * stdev(per_problem) / math.sqrt(count)
+    low, high = mean - half, mean + half
+    return Estimate(mean, max(0.0, low), min(1.0, high)) if shares else Estimate(mean, low, high)
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
