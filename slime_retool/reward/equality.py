@@ -14,7 +14,8 @@ from fractions import Fraction
 from functools import partial
 from itertools import chain
 
-from slime_retool.reward.normalize import closing, compact, join_digit_groups, rational, spell, unwrap
+from slime_retool.reward.boxed import closing
+from slime_retool.reward.normalize import compact, join_digit_groups, rational, spell, unwrap
 
 Symbolic = Callable[[str, str], bool]
 """(ground truth, answer), both one LaTeX expression -> whether they are equal."""

@@ -35,7 +35,8 @@ async def run_chat_loop(
     EngineError or ToolUnavailable on an outage.
     """
     sample.reset()
-    messages = _messages(sample)
+    prompt = sample.prompt
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     start, used = len(messages), 0
     async with registry.conversation() as own_tools:
         while sample.status is SampleStatus.PENDING:
@@ -44,7 +45,8 @@ async def run_chat_loop(
             )
             used += reply.completion_tokens
             sample.num_turns += 1
-            messages.append(_assistant(reply))
+            called = {"tool_calls": reply.tool_calls} if reply.tool_calls else {}
+            messages.append({"role": "assistant", "content": reply.content, **called})
             if reply.finish_reason == "length":
                 sample.status = SampleStatus.TRUNCATED
             elif not reply.tool_calls:
@@ -56,19 +58,6 @@ async def run_chat_loop(
     sample.response = "\n".join(_text(message) for message in messages[start:])
     sample.metadata = {**sample.metadata, "completion_tokens": used, "messages": messages}
     return sample
-
-
-def _messages(sample: Sample) -> list[Message]:
-    if isinstance(sample.prompt, str):
-        return [{"role": "user", "content": sample.prompt}]
-    return [dict(message) for message in sample.prompt]
-
-
-def _assistant(reply: ChatReply) -> Message:
-    message: Message = {"role": "assistant", "content": reply.content}
-    if reply.tool_calls:
-        message["tool_calls"] = reply.tool_calls
-    return message
 
 
 def _text(message: Message) -> str:
@@ -94,5 +83,4 @@ async def _answer(
 
 def _read_call(raw: dict[str, Any], tools: list[ToolSchema]) -> ToolCall | ToolCallError:
     function = raw["function"]
-    schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
-    return to_call({"name": function.get("name"), "arguments": function.get("arguments") or "{}"}, schemas)
+    return to_call({"name": function.get("name"), "arguments": function.get("arguments") or "{}"}, tools)
