@@ -106,7 +106,8 @@ def _parse(text: str, depth: int = 0) -> Answer:
     if brackets and (parts := _split(inner, ",")):
         return Group(brackets, tuple(map(parse, parts)), names)
     if brackets == "()" and inner.strip():
-        return replace(parse(inner), names=names)
+        alone = parse(inner)
+        return replace(alone, names=names | alone.names)
     if _SIGNS.search(value):
         both = (value.replace("\\pm", plus).replace("\\mp", minus) for plus, minus in ("+-", "-+"))
         return Group("set", tuple(Leaf(text.strip()) for text in both), names)
@@ -122,8 +123,9 @@ def _flat(items: Iterable[Answer]) -> tuple[Answer, ...]:
 def _right_hand_side(text: str) -> tuple[str, frozenset[str]]:
     names = set()
     while match := _ASSIGNMENT.match(text) or _ARITHMETIC.match(text):
-        if _SYMBOL.match(text):
-            names.add(compact(match["name"]))
+        name = match.groupdict().get("name", "")
+        if _SYMBOL.match(name):
+            names.add(compact(name))
         text = text[match.end() :]
     return unwrap(text.strip()), frozenset(names)
 
