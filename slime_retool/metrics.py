@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Takes one step's metrics."""
+    """Takes metrics. What it raises ends the run."""
 
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Some metrics of a rollout (-1: before training); others follow in further calls. NaN may be among them."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run is over, whichever way it ended."""
 
 
 class JsonlTracker:
@@ -89,10 +91,11 @@ class Metrics:
 
 
 def open_metrics(
-    folder: Path, *, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None, wandb_key: str | None = None
-) -> Metrics:
-    """metrics.jsonl in `folder`, and what is asked for: TensorBoard's files there, a W&B run with these settings."""
-    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
+    folder: Path, *own: Tracker, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
+    wandb_key: str | None = None,
+) -> Metrics:  # fmt: skip
+    """metrics.jsonl in `folder`, `own`, and what is asked for: TensorBoard's files there, a W&B run so set."""
+    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl"), *own]
     if tensorboard:
         trackers.append(TensorBoardTracker(folder / "tensorboard"))
     if wandb is not None:

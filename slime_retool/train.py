@@ -32,6 +32,7 @@ from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_r
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
 from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes, open_metrics
+from slime_retool.protocols import load_function
 from slime_retool.run_folder import set_aside
 
 if TYPE_CHECKING:
@@ -75,14 +76,16 @@ def run(config: Config, check: ServerFlagCheck) -> None:
         check.wait()
         if not _resumes(config):
             set_aside(config.output_dir)
-        metrics = open_metrics(
-            Path(config.output_dir),
-            tensorboard=config.use_tensorboard,
-            wandb=wandb_settings(config),
-            wandb_key=config.wandb_key,
-        )
-        with closing(metrics):
+        with closing(trackers_of(config)) as metrics:
             Loop(config, cluster, rollout, metrics).run()
+
+
+def trackers_of(config: Config) -> Metrics:
+    """metrics.jsonl, and what the flags ask for beside it."""
+    path = config.custom_tracker_path
+    own = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
+    wandb, folder = wandb_settings(config), Path(config.output_dir)
+    return open_metrics(folder, *own, tensorboard=config.use_tensorboard, wandb=wandb, wandb_key=config.wandb_key)
 
 
 def _resumes(config: Config) -> bool:

@@ -174,6 +174,14 @@ def test_values_out_of_bounds_are_refused_with_the_rule_and_the_value(flag: str,
 
 BAD = {
     "ipc to engines on other devices": ({"--update-weight-transport": "ipc"}, "ipc needs --colocate"),
+    "a transport that there is not": (
+        {"--update-weight-transport": "rdma"},
+        "must be one of auto, ipc, broadcast, disk, or the dotted path of a Transport, got rdma",
+    ),
+    "a transport that cannot be imported": (
+        {"--update-weight-transport": "no_such_module.Transport"},
+        "--update-weight-transport 'no_such_module.Transport': cannot import 'no_such_module'",
+    ),
     "more colocated engines than trainers": (
         {"--colocate": None, "--rollout-num-gpus": "2"},
         "2 GPUs for generation (--rollout-num-gpus) are more than the 1 training GPUs",
@@ -272,7 +280,10 @@ BAD = {
     "a group of one": ({"--n-samples-per-prompt": "1"}, "at least 2"),
     "KL weight without KL": ({"--kl-loss-coef": "0.1"}, "--use-kl-loss"),
     "clip range upside down": ({"--eps-clip-high": "0.1"}, "--eps-clip-high"),
-    "a clip that only cispo has": ({"--eps-clip": "1"}, "with cispo also 1"),
+    "a clip that only cispo has": (
+        {"--eps-clip": "1"},
+        "--eps-clip must be below 1, got 1: only cispo can do without a lower bound",
+    ),
     "dual clip of a loss without one": (
         {"--advantage-estimator": "cispo", "--eps-clip-c": "3"},
         "--eps-clip-c is of no use to the loss cispo",
@@ -281,7 +292,7 @@ BAD = {
         {"--loss-constant-length": "64", "--calculate-per-token-loss": None},
         "two divisors of one loss",
     ),
-    "an unknown discount": ({"--gamma": "1.5"}, "--gamma must be in [0, 1], got 1.5"),
+    "an unknown discount": ({"--gamma": "1.5"}, "--gamma must be at least 0 and at most 1, got 1.5"),
     "KL twice": (
         {"--use-kl-loss": None, "--kl-loss-coef": "0.1", "--kl-coef": "0.1"},
         "--kl-loss-coef 0.1 and --kl-coef 0.1 count the same KL twice",
@@ -292,7 +303,7 @@ BAD = {
     ),
     "importance limits without importance weights": (
         {"--tis-clip": "3"},
-        "--tis-clip has no effect without --use-tis; add it or drop the flag",
+        "--tis-clip has no effect without --use-tis; add it or drop --tis-clip",
     ),
     "a limit of tokens that nothing packs to": (
         {"--max-tokens-per-gpu": "4096"},
@@ -305,13 +316,17 @@ BAD = {
         "--rollout-temperature must be 1, got 0.7",
     ),
     "adapters without a rank": ({"--lora-alpha": "8"}, "--lora-alpha has no effect without --lora-rank"),
-    "adapters of rank 0": ({"--lora-rank": "0"}, "--lora-rank must be between 1 and the hidden size 64, got 0"),
+    "adapters of rank 0": ({"--lora-rank": "0"}, "--lora-rank must be at least 1, got 0"),
+    "adapters wider than the model": ({"--lora-rank": "65"}, "--lora-rank must be at most the hidden size 64, got 65"),
     "adapters that count nothing": ({"--lora-rank": "4", "--lora-alpha": "0"}, "--lora-alpha must be above 0"),
     "two adapters on one layer": (
         {"--lora-rank": "4", "--lora-target-modules": "linear_qkv linear_qkv"},
         "names one twice",
     ),
-    "a critic without ppo": ({"--critic-lr": "1e-5"}, "only --advantage-estimator ppo has"),
+    "a critic without ppo": (
+        {"--critic-lr": "1e-5"},
+        "--critic-lr has no effect without the critic of --advantage-estimator ppo",
+    ),
     "a critic in the actor's folder": (
         {"--advantage-estimator": "ppo", "--save": "/tmp/a", "--critic-save": "/tmp/a"},
         "another folder than the actor's",

@@ -143,6 +143,20 @@ PLAIN = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
+def test_an_assistant_turn_that_opens_the_conversation_is_supervised_too():
+    messages = [assistant("hello"), user("q"), assistant("a")]
+    assert supervised_texts(messages, tokenizer=byte_tokenizer(PLAIN + PROMPT)) == ["hello<|im_end|>", "a<|im_end|>"]
+
+
+def test_a_template_that_writes_turns_out_of_order_is_refused():
+    turn = "{{ '<|im_start|>' ~ m.role[0] ~ m.content ~ '<|im_end|>' }}"
+    prompt = "{% if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}"
+    template = "{% for m in messages | reverse %}" + turn + "{% endfor %}" + prompt
+    messages = [user("q"), assistant("x"), user("r"), assistant("y")]
+    with pytest.raises(DataError, match="puts message 3 before or inside an earlier one"):
+        tokenize_conversation(ChatTemplate(byte_tokenizer(template)), messages)
+
+
 def test_a_template_that_drops_tool_calls_is_refused():
     messages = [user("q"), assistant("", "x"), tool("1"), assistant("y")]
     with pytest.raises(DataError, match="does not write the tool calls of message 1"):

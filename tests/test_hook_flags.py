@@ -15,10 +15,10 @@ from test_config import argv, checked, run_args  # noqa: F401
 
 from megatron_bridge.flags import public_values
 from slime_retool.config import Config, parse_config
+from slime_retool.config.printable import wandb_settings
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function, load_module
 from slime_retool.train import main as train
-from slime_retool.train import trackers_of
 from slime_retool.types import Sample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,11 +154,9 @@ def test_what_is_shipped_to_actors_needs_no_module_of_a_hook(tasks: Path):
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_trackers_are_told_a_hooks_settings_but_no_secret(tasks: Path, tmp_path: Path, monkeypatch):
-    told = {}
-    monkeypatch.setattr("slime_retool.train.WandbTracker", lambda key, *, config, **_: told.update(config))
+def test_wandb_is_told_a_hooks_settings_but_no_secret(tasks: Path, tmp_path: Path):
     words = ["--custom-rm-path", "one.reward_func", "--one-key", "s3cret", "--wandb-key", "k", "--use-wandb"]
-    trackers_of(parse_config([*words, "--output-dir", str(tmp_path), "--lr", "3"]))
+    told = wandb_settings(parse_config([*words, "--output-dir", str(tmp_path), "--lr", "3"]))["config"]
     assert (told["one_bonus"], told["lr"], told["sglang_server_flags"]) == (1.0, 3.0, {})
     assert not {"one_key", "wandb_key", "hook_args"} & set(told)
 

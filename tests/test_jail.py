@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.sandbox import idle_session_mb
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, run_sync, wire
-from slime_retool.sandbox.broker import forks, loop
+from slime_retool.sandbox.broker import exchange, forks, loop, records
 from slime_retool.sandbox.child import landlock, namespaces, syscalls
 from slime_retool.sandbox.child.environment import package_folders
 from slime_retool.sandbox.host.client import JailClient
@@ -137,15 +137,20 @@ def test_a_killed_cell_says_that_variables_are_gone_and_a_lost_session_is_an_out
         await box.session("second").run("1")
         await box.session("third").run("1")  # evicts `first`
         evicted = await first.run("1")
-        await asyncio.sleep(4.0)
-        expired = await box.session("third").run("1")
-        return killed, fresh, evicted, expired
+        return killed, fresh, evicted
 
-    killed, fresh, evicted, expired = in_box(level, use, max_sessions=2, session_idle=2.0)
+    async def wait(box: Sandbox) -> Result:
+        await box.session("first").run("1")
+        while (await box.stats())["sessions"]:
+            await asyncio.sleep(0.02)
+        return await box.session("first").run("1")
+
+    killed, fresh, evicted = in_box(level, use, max_sessions=2)
+    expired = in_box(level, wait, session_idle=0.5)
     assert killed.status is Status.TIMEOUT and "variables of earlier cells are gone" in killed.error
     assert fresh.result == "False"
     assert evicted.status is Status.UNAVAILABLE and "least recently used of 2 sessions" in evicted.error
-    assert expired.status is Status.UNAVAILABLE and "idle for more than 2 s" in expired.error
+    assert expired.status is Status.UNAVAILABLE and "idle for more than 0.5 s" in expired.error
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -346,6 +351,18 @@ def test_a_fault_of_the_broker_is_named_to_those_who_wait(level: str) -> None:
     assert during.status is Status.UNAVAILABLE
     assert "the sandbox stopped: a fault of the broker: AssertionError in broker.py, line" in during.error
     assert after.result == "7"
+
+
+@pytest.mark.parametrize("content", ["é", "a", None, 5, ["YQ=="]])
+def test_a_childs_answer_with_files_that_are_not_base64_is_a_violation(content: object) -> None:
+    """The caller's process decodes them: `run` never raises for what the code does."""
+    job = records.Job(1, {"fetch": ["f"]}, None, 0.0, nonce="n")
+    answer = {"nonce": "n", "error": None, "limit": None, "result": None, "wall": 0, "max_rss": 0, "written": [0, 0]}
+    limits = {"max_output_bytes": 99}
+    good = exchange.answer(bytearray(wire.pack(answer | {"files": {"f": "YQ=="}})), job, limits)
+    assert good is not None and good["files"] == {"f": "YQ=="}
+    with pytest.raises(exchange.ProtocolViolation):
+        exchange.answer(bytearray(wire.pack(answer | {"files": {"f": content}})), job, limits)
 
 
 def test_messages_are_cut_at_their_ends_whatever_the_pieces() -> None:

@@ -88,7 +88,7 @@ class TokenInputs:
         if name not in self.columns:
             raise ValueError(
                 f"the loss reads the column {name!r}, and the batch has {', '.join(self.columns) or 'none'}; name it "
-                "in `needs` of a Loss record (docs/algorithms.md)"
+                "in `needs` of a Loss record (docs/extending.md)"
             )
         return safe(self.columns[name], self.weights).detach()
 
@@ -143,7 +143,7 @@ class TotalLoss:
             if undeclared := reported.keys() - {*term.parts, *term.means}:
                 raise ValueError(
                     f"{term.flag} reports {', '.join(sorted(undeclared))} without having declared it: name it in "
-                    "`parts` or `means` of a Loss record (docs/algorithms.md)"
+                    "`parts` or `means` of a Loss record (docs/extending.md)"
                 )
             metrics |= reported
             if weight != 0.0:

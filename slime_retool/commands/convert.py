@@ -6,7 +6,7 @@ The same as `tools/convert_hf_to_torch_dist.py` and `tools/convert_torch_dist_to
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,7 +15,6 @@ from megatron_bridge.model_config import ModelArgs
 from slime_retool.errors import ConfigError, run_command
 
 T = TypeVar("T")
-MISTAKES = (ValueError, OSError)
 
 TO_MEGATRON = """Convert a Hugging Face checkpoint (safetensors) into a Megatron torch_dist checkpoint.
 
@@ -69,8 +68,7 @@ class ToHfArgs:
 
 def to_megatron(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-megatron") -> int:
     """Hugging Face to torch_dist. Returns the exit code."""
-    args = _parse(ToMegatronArgs, argv, prog, TO_MEGATRON)
-    return run_command(prog, lambda: _to_megatron(args), mistakes=MISTAKES)
+    return _run(ToMegatronArgs, _to_megatron, argv, prog, TO_MEGATRON)
 
 
 def _to_megatron(args: ToMegatronArgs) -> int:
@@ -95,8 +93,7 @@ def _to_megatron(args: ToMegatronArgs) -> int:
 
 def to_hf(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-hf") -> int:
     """torch_dist to Hugging Face, or its adapters to PEFT. Returns the exit code."""
-    args = _parse(ToHfArgs, argv, prog, TO_HF)
-    return run_command(prog, lambda: _to_hf(args), mistakes=MISTAKES)
+    return _run(ToHfArgs, _to_hf, argv, prog, TO_HF)
 
 
 def _to_hf(args: ToHfArgs) -> int:
@@ -118,7 +115,8 @@ def _to_hf(args: ToHfArgs) -> int:
     return 0
 
 
-def _parse(cls: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
+def _run(cls: type[T], convert: Callable[[T], int], argv: Sequence[str] | None, prog: str, description: str) -> int:
     parser = OneLineParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser, cls)
-    return from_namespace(cls, parser.parse_args(argv))
+    args = from_namespace(cls, parser.parse_args(argv))
+    return run_command(prog, lambda: convert(args), mistakes=(ValueError, OSError))

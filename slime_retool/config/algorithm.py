@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from megatron_bridge.flags import option_name
+from megatron_bridge import flags
 from slime_retool.algo.algorithms import SFT_LOSS, names_where
 from slime_retool.config.config import Config
 from slime_retool.config.groups import SFT_ROLLOUT, CriticArgs
 from slime_retool.config.parallel import check_world_size
-from slime_retool.config.require import require
+from slime_retool.config.require import refuse_unused, require
+from slime_retool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,6 @@ def check_algorithm(config: Config) -> None:
     elif not config.debug_rollout_only:
         _check_policy(config)
     _check_overlong(config)
-    _check_sampling(config)
     _check_loss(config)
     _check_kl(config)
     _check_off_policy(config)
@@ -64,58 +64,33 @@ def _check_policy(config: Config) -> None:
     )
 
 
-def _check_sampling(config: Config) -> None:
-    require(
-        config.rollout_temperature > 0,
-        f"--rollout-temperature must be above 0 (the trainer divides logits by it), got {config.rollout_temperature}",
-    )
-    for flag, value in (("--rollout-top-p", config.rollout_top_p), ("--eval-top-p", config.eval_top_p)):
-        require(value is None or 0 < value <= 1, f"{flag} must be in (0, 1], got {value}")
-    for flag, value in (("--rollout-top-k", config.rollout_top_k), ("--eval-top-k", config.eval_top_k)):
-        require(value is None or value == -1 or value >= 1, f"{flag} must be -1 (off) or at least 1, got {value}")
-    require(
-        config.eval_temperature is None or config.eval_temperature >= 0,
-        f"--eval-temperature must be 0 (greedy) or above, got {config.eval_temperature}",
-    )
-
-
 def _check_loss(config: Config) -> None:
     loss, low, high = config.loss, config.eps_clip, config.eps_clip_high
     require(
-        0 < low < 1 or (loss.independent_clips and low == 1),
-        "--eps-clip must be between 0 and 1 (with "
-        f"{names_where(lambda algorithm: algorithm.loss.independent_clips)} also 1: no lower bound), got {low}",
+        low < 1 or loss.independent_clips,
+        f"--eps-clip must be below 1, got {low:g}: only "
+        f"{names_where(lambda algorithm: algorithm.loss.independent_clips)} can do without a lower bound",
     )
     # Where the two bounds are not independent, a smaller upper one is a mistake.
     require(
-        high is None or high >= low or (loss.independent_clips and high > 0),
+        high is None or high >= low or loss.independent_clips,
         f"--eps-clip-high must be at least --eps-clip {low}, got {high}",
     )
-    require(
-        config.eps_clip_c is None or config.eps_clip_c > 1, f"--eps-clip-c must be above 1, got {config.eps_clip_c}"
-    )
-    for field in dataclasses.fields(config):
-        require(
-            field.name not in loss.forbids or config.__dict__[field.name] == field.default,
-            f"{option_name(field.name)} is of no use to {loss.flag} (--advantage-estimator "
-            f"{config.advantage_estimator}); drop it",
+    for name in flags.changed(config, loss.forbids):
+        flag = flags.option_name(name)
+        raise ConfigError(
+            f"{flag} is of no use to {loss.flag} (--advantage-estimator {config.advantage_estimator}); drop it"
         )
     length = config.loss_constant_length
-    require(length is None or length >= 1, f"--loss-constant-length must be at least 1, got {length}")
     require(
         length is None or not config.calculate_per_token_loss,
         f"--loss-constant-length {length} and --calculate-per-token-loss are two divisors of one loss; drop one",
     )
-    for flag, value in (("--gamma", config.gamma), ("--lambd", config.lambd)):
-        require(0 <= value <= 1, f"{flag} must be in [0, 1], got {value}")
 
 
 def _check_kl(config: Config) -> None:
-    if config.kl_loss_coef != 0:
-        require(
-            config.use_kl_loss,
-            f"--kl-loss-coef {config.kl_loss_coef} has no effect without --use-kl-loss; add it or drop the coefficient",
-        )
+    if not config.use_kl_loss:
+        refuse_unused(config, ("kl_loss_coef",), "--use-kl-loss")
     require(
         config.kl_loss_coef == 0 or config.kl_coef == 0,
         f"--kl-loss-coef {config.kl_loss_coef} and --kl-coef {config.kl_coef} count the same KL twice; drop one",
@@ -138,15 +113,11 @@ def _check_off_policy(config: Config) -> None:
             not config.loss.supervised, f"--use-tis corrects a policy's samples; drop it for {config.loss_type}"
         )
         require(
-            0 <= config.tis_clip_low < config.tis_clip,
-            f"--tis-clip-low must be at least 0 and below --tis-clip {config.tis_clip}, got {config.tis_clip_low}",
+            config.tis_clip_low < config.tis_clip,
+            f"--tis-clip-low must be below --tis-clip {config.tis_clip}, got {config.tis_clip_low}",
         )
     else:
-        for field in dataclasses.fields(config):
-            require(
-                not field.name.startswith("tis_") or config.__dict__[field.name] == field.default,
-                f"{option_name(field.name)} has no effect without --use-tis; add it or drop the flag",
-            )
+        refuse_unused(config, ("tis_level", "tis_mode", "tis_clip", "tis_clip_low"), "--use-tis")
     if not config.loss.supervised and (config.rollout_top_p < 1 or config.rollout_top_k != -1):
         logger.warning(
             "--rollout-top-p %s --rollout-top-k %s: the engine samples from a cut distribution, the trainer's "
@@ -157,12 +128,7 @@ def _check_off_policy(config: Config) -> None:
 
 def _check_distillation(config: Config) -> None:
     url, weight = config.teacher_url, config.distill_coef
-    require(weight >= 0, f"--distill-coef must be at least 0, got {weight}")
     require((weight > 0) == (url is not None), f"--teacher-url and --distill-coef go together, got {url} and {weight}")
-    require(
-        url is None or url.startswith(("http://", "https://")),
-        f"--teacher-url must start with http:// or https://, got {url}",
-    )
     require(
         weight == 0 or config.rollout_temperature == 1,
         "--distill-coef compares with the teacher's log-probs, which are at temperature 1: --rollout-temperature must "
@@ -177,13 +143,9 @@ def _check_distillation(config: Config) -> None:
 def _check_critic(config: Config) -> None:
     actor, *others = config.roles
     if not others:
-        for field in dataclasses.fields(CriticArgs):
-            require(
-                config.__dict__[field.name] == field.default,
-                f"{option_name(field.name)} is of a critic, which only --advantage-estimator "
-                f"{names_where(lambda algorithm: algorithm.needs_critic)} has; drop it",
-            )
-        return
+        critics = names_where(lambda algorithm: algorithm.needs_critic)
+        names = [field.name for field in dataclasses.fields(CriticArgs)]
+        refuse_unused(config, names, f"the critic of --advantage-estimator {critics}")
     for role in others:
         for flag, own, actors in (
             ("--save", role.config.save, actor.config.save),
@@ -192,24 +154,12 @@ def _check_critic(config: Config) -> None:
             require(
                 own is None or own != actors, f"{role.flag(flag)} must be another folder than the actor's, got {own}"
             )
-    require(config.critic_lr is None or config.critic_lr > 0, f"--critic-lr must be above 0, got {config.critic_lr}")
-    for flag, value in (
-        ("--critic-lr-warmup-iters", config.critic_lr_warmup_iters),
-        ("--num-critic-only-steps", config.num_critic_only_steps),
-        ("--value-clip", config.value_clip),
-    ):
-        require(value >= 0, f"{flag} must be at least 0, got {value}")
     check_groups(config)
 
 
 def check_groups(config: Config) -> None:
     """Refuse (ConfigError) processes beside the actor's that the parallel sizes do not divide."""
     for name, group in config.trainer_groups[1:]:
-        for flag, count in (
-            (f"--{name}-num-nodes", group.actor_num_nodes),
-            (f"--{name}-num-gpus-per-node", group.actor_num_gpus_per_node),
-        ):
-            require(count >= 1, f"{flag} must be at least 1, got {count}")
         world, size = group.world_size, config.model_parallel_size
         require(
             world % size == 0,
@@ -220,16 +170,13 @@ def check_groups(config: Config) -> None:
 
 
 def _check_overlong(config: Config) -> None:
-    buffer, limit, factor = config.overlong_buffer_len, config.rollout_max_response_len, config.overlong_penalty_factor
+    buffer, limit = config.overlong_buffer_len, config.rollout_max_response_len
     require(
-        buffer is None or 1 <= buffer <= limit,
-        f"--overlong-buffer-len must be between 1 and --rollout-max-response-len {limit}, got {buffer}",
+        buffer is None or buffer <= limit,
+        f"--overlong-buffer-len must be at most --rollout-max-response-len {limit}, got {buffer}",
     )
-    require(factor > 0, f"--overlong-penalty-factor must be above 0, got {factor}")
-    require(
-        factor == 1 or buffer is not None,
-        f"--overlong-penalty-factor {factor} has no effect without --overlong-buffer-len; add it or drop the factor",
-    )
+    if buffer is None:
+        refuse_unused(config, ("overlong_penalty_factor",), "--overlong-buffer-len")
     require(
         not config.loss.supervised or not (config.overlong_filtering or buffer),
         "--overlong-filtering and --overlong-buffer-len are of generated responses; drop them for --loss-type "

@@ -19,6 +19,12 @@ from slime_retool.algo.algorithms import (
 
 RL_ROLLOUT = "slime_retool.rollout.rl_rollout.generate_rollout"
 SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
+TRANSPORTS = {
+    "ipc": "slime_retool.trainer.weight_sync.ipc.IpcTransport",
+    "broadcast": "slime_retool.trainer.weight_sync.broadcast.BroadcastTransport",
+    "disk": "slime_retool.trainer.weight_sync.disk.DiskTransport",
+}
+"""How weights reach the engines: the path of a `trainer.weight_sync.transport.Transport`, by name."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,9 @@ class ClusterArgs:
     )
     update_weight_transport: str = flag(
         "auto",
-        choices=("auto", "ipc", "broadcast", "disk"),
-        help="How new weights reach the engines. auto: ipc with --colocate, disk for external engines with "
+        metavar="NAME",
+        help=f"How new weights reach the engines: auto, {', '.join(TRANSPORTS)}, or the dotted path of a Transport of "
+        "your own (docs/extending.md). auto: ipc with --colocate, disk for external engines with "
         "--update-weight-disk-dir, else broadcast (NCCL, gloo on the CPU). disk: through files, for engines that can "
         "join no group.",
     )
@@ -190,7 +197,9 @@ class RolloutArgs:
         False, help="Learn nothing from truncated responses (DAPO); they still count in their group's baseline."
     )
     overlong_buffer_len: int | None = flag(
-        None, help="Soft overlong punishment (DAPO): the reward falls over the last this many tokens of a response."
+        None,
+        min=1,
+        help="Soft overlong punishment (DAPO): the reward falls over the last this many tokens of a response.",
     )
     overlong_penalty_factor: float = flag(1.0, above=0, help="The most that --overlong-buffer-len takes off a reward.")
     rollout_max_response_len: int = flag(1024, min=1, help="Tokens of one response, observations included.")
@@ -272,7 +281,7 @@ class AlgoArgs:
     loss_type: str = flag(
         next(iter(LOSSES)),
         metavar="NAME",
-        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/algorithms.md). "
+        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/extending.md). "
         "sft_loss starts no engines and takes each conversation once.",
     )
     advantage_estimator: str = flag(
@@ -280,7 +289,7 @@ class AlgoArgs:
         metavar="NAME",
         help="How rewards become advantages: "
         f"{'; '.join(f'{name}, {algorithm.summary}' for name, algorithm in ALGORITHMS.items())}; "
-        "or the dotted path of an algorithm of your own (docs/algorithms.md).",
+        "or the dotted path of an algorithm of your own (docs/extending.md).",
     )
     disable_grpo_std_normalization: bool = flag(False, help="Do not divide advantages by the group's deviation.")
     normalize_advantages: bool = flag(
@@ -288,8 +297,10 @@ class AlgoArgs:
         help="Whiten advantages over all learned tokens of the rollout (those of "
         f"{names_where(lambda algorithm: algorithm.always_whitens)} always are).",
     )
-    gamma: float = flag(1.0, help=f"Discount per learned token ({readers_of('gamma')}).")
-    lambd: float = flag(1.0, help=f"Lambda of generalised advantage estimation ({readers_of('lambd')}).")
+    gamma: float = flag(1.0, min=0, max=1, help=f"Discount per learned token ({readers_of('gamma')}).")
+    lambd: float = flag(
+        1.0, min=0, max=1, help=f"Lambda of generalised advantage estimation ({readers_of('lambd')})."
+    )
     kl_coef: float = flag(
         0.0, help="Take this times the KL from the reference model (--ref-load) off the reward, token by token."
     )
@@ -297,17 +308,21 @@ class AlgoArgs:
         False, help="Average over all learned tokens of the batch, not first within each sample."
     )
     loss_constant_length: int | None = flag(
-        None, help="Divide each sample's loss by this many tokens instead of its own length (Dr. GRPO)."
+        None, min=1, help="Divide each sample's loss by this many tokens instead of its own length (Dr. GRPO)."
     )
     eps_clip: float = flag(
         0.2,
+        above=0,
+        max=1,
         help="Clip range of the ratio below 1 (and above, without --eps-clip-high); the paper takes "
         f"{published_values('eps_clip')}.",
     )
     eps_clip_high: float | None = flag(
-        None, help=f"Clip range above 1 (DAPO's clip-higher); the paper takes {published_values('eps_clip_high')}."
+        None,
+        above=0,
+        help=f"Clip range above 1 (DAPO's clip-higher); the paper takes {published_values('eps_clip_high')}.",
     )
-    eps_clip_c: float | None = flag(None, help="Dual-clip bound for negative advantages; above 1.")
+    eps_clip_c: float | None = flag(None, above=1, help="Dual-clip bound for negative advantages.")
     use_kl_loss: bool = flag(False, help="Add a KL term against the reference model (--ref-load) to the loss.")
     kl_loss_coef: float = flag(0.0, help="Weight of the KL term in the loss.")
     kl_loss_type: str = flag(
@@ -334,11 +349,13 @@ class AlgoArgs:
         help="Ratios outside the limits: moved to them, or their tokens (samples) teach nothing.",
     )
     tis_clip: float = flag(2.0, help="Upper limit of importance weights.")
-    tis_clip_low: float = flag(0.0, help="Lower limit of importance weights.")
+    tis_clip_low: float = flag(0.0, min=0, help="Lower limit of importance weights.")
     teacher_url: str | None = flag(
-        None, metavar="URL", help="SGLang server of a teacher with the same tokenizer, for on-policy distillation."
+        None, url=True, help="SGLang server of a teacher with the same tokenizer, for on-policy distillation."
     )
-    distill_coef: float = flag(0.0, help="Weight of the distillation term (reverse KL from the teacher) in the loss.")
+    distill_coef: float = flag(
+        0.0, min=0, help="Weight of the distillation term (reverse KL from the teacher) in the loss."
+    )
 
 
 @dataclass(frozen=True)
@@ -346,10 +363,10 @@ class CriticArgs:
     """Critic of an --advantage-estimator that has one."""
 
     critic_num_nodes: int | None = flag(
-        None, help="Hosts of the critic; without it and the next flag it shares the actor's processes."
+        None, min=1, help="Hosts of the critic; without it and the next flag it shares the actor's processes."
     )
     critic_num_gpus_per_node: int | None = flag(
-        None, help="Processes per host for the critic alone, one GPU each; same parallel sizes as the actor."
+        None, min=1, help="Processes per host for the critic alone, one GPU each; same parallel sizes as the actor."
     )
     critic_load: str | None = flag(
         None, metavar="DIR", help="The critic's checkpoint: resumed, or its first weights (default: LOAD/critic)."
@@ -357,10 +374,12 @@ class CriticArgs:
     critic_save: str | None = flag(
         None, metavar="DIR", help="Write the critic's checkpoints here (default: SAVE/critic)."
     )
-    critic_lr: float | None = flag(None, help="The critic's peak learning rate (default: --lr).")
-    critic_lr_warmup_iters: int = flag(0, help="The critic's optimizer steps of linear warm-up.")
-    num_critic_only_steps: int = flag(0, help="First rollouts in which only the critic is trained.")
-    value_clip: float = flag(0.2, help="Keep values this close to their old ones in the critic's loss (0: never).")
+    critic_lr: float | None = flag(None, above=0, help="The critic's peak learning rate (default: --lr).")
+    critic_lr_warmup_iters: int = flag(0, min=0, help="The critic's optimizer steps of linear warm-up.")
+    num_critic_only_steps: int = flag(0, min=0, help="First rollouts in which only the critic is trained.")
+    value_clip: float = flag(
+        0.2, min=0, help="Keep values this close to their old ones in the critic's loss (0: never)."
+    )
 
 
 @dataclass(frozen=True)
@@ -368,7 +387,7 @@ class LoraArgs:
     """LoRA: train low-rank adapters of frozen weights (docs/algorithms.md)."""
 
     lora_rank: int | None = flag(
-        None, help="Rank of the adapters of the actor's linear layers; without it all weights are trained."
+        None, min=1, help="Rank of the adapters of the actor's linear layers; without it all weights are trained."
     )
     lora_alpha: float | None = flag(
         None, above=0, help="An adapter's output counts alpha / rank times (default: twice the rank)."
@@ -384,7 +403,7 @@ class OptimizerArgs:
 
     optimizer: str = flag("adam", choices=("adam",), help="Adam with decoupled weight decay.")
     lr: float = flag(1e-6, above=0, help="Peak learning rate.")
-    min_lr: float = flag(0.0, help="Learning rate at the end of the decay.")
+    min_lr: float = flag(0.0, min=0, help="Learning rate at the end of the decay.")
     lr_decay_style: str = flag("constant", choices=("constant", "cosine", "linear"), help="Shape of the decay.")
     lr_decay_iters: int | None = flag(None, min=1, help="Optimizer steps of the schedule (default: the whole run).")
     lr_warmup_iters: int = flag(0, min=0, help="Optimizer steps of linear warm-up.")
@@ -511,6 +530,9 @@ class TrackingArgs:
     wandb_key: str | None = flag(None, secret=True, help="W&B key (else WANDB_API_KEY or an earlier `wandb login`).")
     wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"), help="W&B mode.")
     use_tensorboard: bool = flag(False, help="Write TensorBoard event files to --output-dir.")
+    custom_tracker_path: str | None = flag(
+        None, metavar="MODULE.FUNCTION", help="Hook tracker(args) -> a tracker of your own (docs/extending.md)."
+    )
 
 
 @dataclass(frozen=True)

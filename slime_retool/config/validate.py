@@ -209,8 +209,8 @@ def _check_lora(config: Config) -> None:
     rank, targets = config.lora_rank, config.lora_target_modules
     widest = required(config, "hidden_size")
     require(
-        1 <= rank <= widest,
-        f"--lora-rank must be between 1 and the hidden size {widest}, got {rank}; without the flag all weights train",
+        rank <= widest,
+        f"--lora-rank must be at most the hidden size {widest}, got {rank}; without the flag all weights train",
     )
     require(bool(targets), f"--lora-target-modules needs at least one of {' '.join(TARGET_MODULES)}")
     mlp = [target for target in targets if target.startswith("linear_fc")]
@@ -226,7 +226,7 @@ def _check_lora(config: Config) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
-    require(0 <= config.min_lr <= config.lr, f"--min-lr must be between 0 and --lr {config.lr}, got {config.min_lr}")
+    require(config.min_lr <= config.lr, f"--min-lr must be at most --lr {config.lr}, got {config.min_lr}")
     fraction = config.lr_warmup_fraction
     require(
         fraction is None or config.lr_warmup_iters == 0,

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 Shape = tuple[int, int, int]
 """[tokens, 1, hidden size]"""
@@ -33,8 +32,3 @@ class KnownShapes(P2PCommunicator):
     ) -> tuple[Shape, Shape]:
         """What is received from the stage before (activations) and from the one after (their gradients)."""
         return next(self._forward) if recv_prev else NOTHING, next(self._backward) if recv_next else NOTHING
-
-
-def pipeline_groups() -> ProcessGroupCollection:
-    """The groups that Megatron's schedule wants beside a communicator: those it takes itself without one."""
-    return ProcessGroupCollection.use_mpu_process_groups()
