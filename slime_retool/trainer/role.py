@@ -261,10 +261,6 @@ class ModelRole(ABC):
         )
         cp = {"cp": self.cp_size, "cp_rank": self.cp_rank}
 
-        def packed_batches() -> Iterator[PackedBatch]:
-            for chosen in micro_batches:
-                yield pack(batch, chosen, data=data, multiple=multiple, **cp, device=self.device)
-
         def forward(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             packed = next(batches)
             output = model(
@@ -282,7 +278,9 @@ class ModelRole(ABC):
             communication = self._communication(batch, micro_batches, multiple)
         self._forward_backward(
             forward_step_func=forward,
-            data_iterator=packed_batches(),
+            data_iterator=(
+                pack(batch, chosen, data=data, multiple=multiple, **cp, device=self.device) for chosen in micro_batches
+            ),
             model=[self.model],
             num_microbatches=len(micro_batches),
             seq_length=multiple,  # not read where lengths vary (variable_seq_lengths)
