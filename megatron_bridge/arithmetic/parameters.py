@@ -54,11 +54,6 @@ def all_expert_parameters(model: ModelArgs) -> int:
     return layers * required(model, "num_experts") * expert_parameters(model) if layers else 0
 
 
-def _layers_parameters(model: ModelArgs, experts: int) -> int:
-    """Of all layers, with so many experts counted where a layer has any."""
-    return sum(layer_parameters(model, experts=experts if mixture else 0) for mixture in moe_layers(model))
-
-
 def adapter_parameters(model: ModelArgs, lora: LoraSpec, tp: int = 1) -> int:
     """Of one layer's LoRA adapters on one of `tp` tensor-parallel ranks (see `megatron_bridge.lora`)."""
     w = widths(model)
@@ -75,7 +70,9 @@ def total_parameters(model: ModelArgs) -> int:
     """Of the checkpoint: without vocabulary padding, a tied output layer counted once."""
     matrices = 2 if model.untie_embeddings_and_output_weights else 1
     vocabulary = matrices * required(model, "vocab_size") * required(model, "hidden_size")
-    return _layers_parameters(model, model.num_experts or 0) + vocabulary + required(model, "hidden_size")
+    experts = model.num_experts or 0
+    layers = sum(layer_parameters(model, experts=experts if mixture else 0) for mixture in moe_layers(model))
+    return layers + vocabulary + required(model, "hidden_size")
 
 
 def active_parameters(model: ModelArgs) -> int:
