@@ -76,13 +76,6 @@ def install_cpu_compat() -> None:
 
 def _replace_cuda_calls() -> None:
     stream = CpuStream()
-
-    def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-        torch.set_rng_state(new_state)
-
     replacements: dict[str, Any] = {
         "current_device": lambda: _CPU,
         "set_device": lambda device: None,
@@ -92,14 +85,14 @@ def _replace_cuda_calls() -> None:
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "stream": contextlib.nullcontext,
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
         "manual_seed": torch.random.default_generator.manual_seed,
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
-    torch.cuda.random.get_rng_state = get_rng_state
-    torch.cuda.random.set_rng_state = set_rng_state
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
 
 
 def _replace_collectives() -> None:
@@ -151,7 +144,4 @@ def _replace_megatron_parts() -> None:
 
     from megatron.core.tensor_parallel import random as megatron_random
 
-    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(new_state)
-
-    megatron_random._set_cuda_rng_state = set_state
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

@@ -53,11 +53,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: what it adds to the parameters of its parent, and the flags that go with it."""
+    """A model family: the parameters of its layers but for the MLP, and the flags that go with it."""
 
     model_type: str
-    parent: Family | None = None
-    layer: tuple[Parameter, ...] = ()
+    layer: tuple[Parameter, ...]
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     experts: bool = False
@@ -67,12 +66,9 @@ class Family:
     def layer_parameters(self, num_experts: int = 0) -> tuple[Parameter, ...]:
         """Parameters of one transformer layer; `num_experts` 0 is a layer with a dense MLP."""
         if not num_experts:
-            return self._attention_parameters() + DENSE_MLP
+            return self.layer + DENSE_MLP
         experts = (entry.of_expert(expert) for expert in range(num_experts) for entry in EXPERT_MLP)
-        return (*self._attention_parameters(), *MOE_LAYER, *experts)
-
-    def _attention_parameters(self) -> tuple[Parameter, ...]:
-        return (self.parent._attention_parameters() if self.parent else ()) + self.layer
+        return (*self.layer, *MOE_LAYER, *experts)
 
 
 EXPERT = "{expert}"
@@ -127,8 +123,8 @@ LLAMA = Family(
 
 QWEN2 = Family(
     "qwen2",
-    parent=LLAMA,
     layer=(
+        *LLAMA.layer,
         Parameter(
             "self_attention.linear_qkv.bias",
             {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"},
@@ -141,8 +137,8 @@ QWEN2 = Family(
 
 QWEN3 = Family(
     "qwen3",
-    parent=LLAMA,
     layer=(
+        *LLAMA.layer,
         Parameter("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}),
         Parameter("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}),
     ),
@@ -150,7 +146,7 @@ QWEN3 = Family(
     head_dim=128,
 )
 
-QWEN3_MOE = Family("qwen3_moe", parent=QWEN3, qk_layernorm=True, experts=True)
+QWEN3_MOE = Family("qwen3_moe", QWEN3.layer, qk_layernorm=True, experts=True)
 
 FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 

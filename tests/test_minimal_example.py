@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from run_utils import heed_interrupts
 from sglang_utils import processes_with
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "minimal"
@@ -26,7 +27,9 @@ def start(script: str, *flags: object, mark: str = "NONE=1") -> subprocess.Popen
     name, value = mark.split("=")
     command = [sys.executable, EXAMPLE / script, *flags]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), name: value}
-    return subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*map(str, command)], env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
 
 
 @pytest.fixture(scope="module")

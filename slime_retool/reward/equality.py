@@ -14,7 +14,8 @@ from fractions import Fraction
 from functools import partial
 from itertools import chain
 
-from slime_retool.reward.normalize import closing, compact, join_digit_groups, rational, spell, unwrap
+from slime_retool.reward.boxed import closing
+from slime_retool.reward.normalize import compact, join_digit_groups, rational, spell, unwrap
 
 Symbolic = Callable[[str, str], bool]
 """(ground truth, answer), both one LaTeX expression -> whether they are equal."""
@@ -105,7 +106,8 @@ def _parse(text: str, depth: int = 0) -> Answer:
     if brackets and (parts := _split(inner, ",")):
         return Group(brackets, tuple(map(parse, parts)), names)
     if brackets == "()" and inner.strip():
-        return replace(parse(inner), names=names)
+        alone = parse(inner)
+        return replace(alone, names=names | alone.names)
     if _SIGNS.search(value):
         both = (value.replace("\\pm", plus).replace("\\mp", minus) for plus, minus in ("+-", "-+"))
         return Group("set", tuple(Leaf(text.strip()) for text in both), names)
@@ -121,8 +123,9 @@ def _flat(items: Iterable[Answer]) -> tuple[Answer, ...]:
 def _right_hand_side(text: str) -> tuple[str, frozenset[str]]:
     names = set()
     while match := _ASSIGNMENT.match(text) or _ARITHMETIC.match(text):
-        if _SYMBOL.match(text):
-            names.add(compact(match["name"]))
+        name = match.groupdict().get("name", "")
+        if _SYMBOL.match(name):
+            names.add(compact(name))
         text = text[match.end() :]
     return unwrap(text.strip()), frozenset(names)
 
@@ -207,7 +210,9 @@ def _same_leaf(true_leaf: Leaf, leaf: Leaf, symbolic: Symbolic) -> bool:
     if a == b:
         return True
     if _IN_BASE.match(a) or _IN_BASE.match(b):
-        return _same_in_base(a, b)
+        # Digits, never the value: a question about digits in base 9 is not answered by decimal ones.
+        (a, _, base_a), (b, _, base_b) = (re.sub(r"[{}]", "", text).partition("_") for text in (a, b))
+        return a == b and (base_a == base_b or not base_a or not base_b)
     values = _values(truth, a), _values(answer, b)
     if all(values):
         return bool(values[0] & values[1])
@@ -224,9 +229,3 @@ def _values(text: str, number: str) -> set[Fraction]:
     if value is None:
         return set()
     return {value, value / 100} if "%" in text else {value}
-
-
-def _same_in_base(a: str, b: str) -> bool:
-    """Digits are compared, never the value: a question about digits in base 9 is not answered by decimal ones."""
-    (a, _, base_a), (b, _, base_b) = (re.sub(r"[{}]", "", text).partition("_") for text in (a, b))
-    return a == b and (base_a == base_b or not base_a or not base_b)

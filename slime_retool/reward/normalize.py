@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from slime_retool.reward.boxed import closing
+
 MAX_LENGTH = 2000
 """Only the last so many characters of an answer are looked at: this bounds the work on degenerate text."""
 
@@ -124,7 +126,8 @@ def unwrap(text: str) -> str:
     r"""Without braces or a \text{...} around everything."""
     while True:
         opening = _WRAPPER.match(text)
-        if opening is None or closing(text, opening.end() - 1, "{", "}") != len(text) - 1:
+        plain = text.replace("\\{", "  ").replace("\\}", "  ")
+        if opening is None or closing(plain, opening.end() - 1, "{", "}") != len(text) - 1:
             return text
         text = text[opening.end() : -1].strip()
 
@@ -144,18 +147,6 @@ def compact(text: str) -> str:
     text = _SHORT_FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
     return _LONE_SCRIPT.sub(r"\1\2", text).replace("+\\infty", "\\infty")
-
-
-def closing(text: str, start: int, opens: str, closes: str) -> int:
-    r"""Where the bracket at `start` is closed, by one of these kinds; -1 when it is not. Of { and }, not \{ and \}."""
-    depth = 0
-    for position in range(start, len(text)):
-        if opens == "{" and text[position - 1 : position] == "\\":
-            continue
-        depth += (text[position] in opens) - (text[position] in closes)
-        if depth == 0:
-            return position
-    return -1
 
 
 def rational(text: str) -> Fraction | None:

@@ -74,14 +74,8 @@ class _Worker:
                     command, stdin=null, stdout=null, stderr=null, pass_fds=[theirs.fileno()]
                 )
             except OSError as error:
-                self._pipe.close()
                 raise RewardError(f"cannot start the math-verify worker: {error}") from error
-        try:
-            ready = self._reply(startup_timeout)
-        except BaseException:
-            self.end()
-            raise
-        if not ready:
+        if not self._reply(startup_timeout):
             self.end()
             raise RewardError(
                 "the math-verify worker did not start; check that `pip install math-verify` was done in "

@@ -71,11 +71,6 @@ def build_scheduler(config: Config, optimizer: Any) -> Any:
     )
 
 
-def current_lr(optimizer: Any) -> float:
-    """The learning rate of the next step (all groups share it)."""
-    return float(optimizer.param_groups[0]["lr"])
-
-
 def grad_norm(optimizer: Any) -> float:
     """L2 norm of the whole gradient, after `optimizer.prepare_grads()`; the same on every rank.
 

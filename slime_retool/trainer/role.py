@@ -24,7 +24,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import MicroBatch, schedule
-from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, current_lr, optimizer_step
+from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, optimizer_step
 from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packed_tokens, packing_multiple, unpack
 
 _REPORT_WIDTH = 8
@@ -35,7 +35,7 @@ PerToken = Callable[[PackedBatch, Tensor], Tensor]
 
 @dataclass(slots=True)
 class LossOutput:
-    """Of one micro-batch."""
+    """One micro-batch's."""
 
     loss: Tensor  # scalar, to be summed over micro-batches, data- and context-parallel ranks
     metrics: dict[str, Tensor]
@@ -202,7 +202,7 @@ class ModelRole(ABC):
             return result.loss, torch.zeros((), dtype=torch.int, device=zero.device), zero
 
         micro_batches = self.micro_batches(batch, samples)
-        lr = current_lr(self.optimizer)
+        lr = float(self.optimizer.param_groups[0]["lr"])  # of this step, in all groups
         self._run(batch, micro_batches, data, on_output)
         metrics = self._sum_of_all_ranks(reports)
         norm, updated = optimizer_step(self.optimizer, self.scheduler, self.config.clip_grad)
@@ -261,10 +261,6 @@ class ModelRole(ABC):
         )
         cp = {"cp": self.cp_size, "cp_rank": self.cp_rank}
 
-        def packed_batches() -> Iterator[PackedBatch]:
-            for chosen in micro_batches:
-                yield pack(batch, chosen, data=data, multiple=multiple, **cp, device=self.device)
-
         def forward(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             packed = next(batches)
             output = model(
@@ -282,7 +278,9 @@ class ModelRole(ABC):
             communication = self._communication(batch, micro_batches, multiple)
         self._forward_backward(
             forward_step_func=forward,
-            data_iterator=packed_batches(),
+            data_iterator=(
+                pack(batch, chosen, data=data, multiple=multiple, **cp, device=self.device) for chosen in micro_batches
+            ),
             model=[self.model],
             num_microbatches=len(micro_batches),
             seq_length=multiple,  # not read where lengths vary (variable_seq_lengths)

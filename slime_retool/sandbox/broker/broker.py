@@ -46,6 +46,7 @@ class Broker:
         self.heavy = re.compile(rf"\b(?:{'|'.join(map(re.escape, config['heavy']))})\b")
         self.counts: collections.Counter[str] = collections.Counter()
         self.loop = Loop()
+        self.loop.watch(client.fileno(), self._on_client)
         self.link = Link(client, self.loop)
         self.forks = Forks(self.loop, config, self, self.counts)
         self.kinds = self.forks.kinds
@@ -62,7 +63,6 @@ class Broker:
 
     def run(self) -> None:
         """Until the client is gone (ClientGone) or the sandbox cannot go on (Fatal)."""
-        self.loop.watch(self.link.fileno(), self._on_client)
         for kind in self.kinds.values():
             self.forks.start(kind)
         housekeeping = now()

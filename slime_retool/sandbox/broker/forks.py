@@ -11,15 +11,12 @@ import shutil
 import socket
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..boot import command
 from ..child import zygote
 from .loop import Loop
 from .records import Child, Kind
-
-if TYPE_CHECKING:
-    from .broker import Broker
 
 _MAX_RESTARTS, _RESTART_WINDOW = 5, 60.0
 _EXIT_SECONDS = 2.0
@@ -36,10 +33,16 @@ class Fatal(Exception):
         self.reply = {"fatal": reason, "layer": layer}
 
 
-class Forks:
-    """owner: who is told of what happens to zygotes and children."""
+class Owner(Protocol):
+    """Who is told of what happens to zygotes and children."""
 
-    def __init__(self, loop: Loop, config: dict[str, Any], owner: Broker, counts: collections.Counter[str]) -> None:
+    def on_zygote_ready(self) -> None: ...
+    def on_child_event(self, child: Child) -> None: ...
+    def on_child_end(self, child: Child, status: int, cpu: float, rss: int) -> None: ...
+
+
+class Forks:
+    def __init__(self, loop: Loop, config: dict[str, Any], owner: Owner, counts: collections.Counter[str]) -> None:
         self._loop, self._owner, self._counts = loop, owner, counts
         self._pool: int = config["pool"]
         self.work: str | None = config["zygote"]["work"]

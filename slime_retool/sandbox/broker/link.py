@@ -27,9 +27,6 @@ class Link:
         self._to_send = bytearray()
         client.setblocking(False)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     def receive(self) -> Iterator[dict[str, Any]]:
         """Messages that are complete. Raises ClientGone."""
         try:

@@ -71,12 +71,10 @@ def run(code: str, filename: str, namespace: dict[str, Any], limit: int, memory_
     except _MemoryError as error:
         text = f"{describe(error, filename)}\n(the memory limit is {memory_mb} MB)"
         return Outcome(error=text, limit="memory")
+    except _OSError as error:
+        return Outcome(error=describe(error, filename), limit=_LIMIT_ERRORS.get(error.errno or 0))
     except _BaseException as error:
-        return Outcome(error=describe(error, filename), limit=_limit_of(error))
-
-
-def _limit_of(error: BaseException) -> str | None:
-    return _LIMIT_ERRORS.get(error.errno or 0) if _isinstance(error, _OSError) else None  # type: ignore[attr-defined]
+        return Outcome(error=describe(error, filename))
 
 
 def _execute(code: str, filename: str, namespace: dict[str, Any], limit: int) -> str | None:

@@ -76,7 +76,6 @@ class Zygote:
         self.off = {*config["off"], *(set(LAYERS) - _KEPT_AT_NONE if self.bare else ())}
         self.paths = host_paths()
         self.rules: landlock.Ruleset | None = None
-        self.own_pid_namespace = -1
         self.private_root = self.private and "mount" not in self.off
         self.private_pids = self.private and "pid" not in self.off
         self.tags: dict[int, tuple[int, int]] = {}  # by pidfd: process id, tag
