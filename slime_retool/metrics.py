@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,10 +76,17 @@ class WandbTracker:
 
 
 class Metrics:
-    """All trackers of a run behind one `log`."""
+    """All trackers of a run as one: metrics.jsonl in `folder`, `own`, TensorBoard's files there, a W&B run so set."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = trackers
+    def __init__(
+        self, folder: Path, *own: Tracker, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
+        wandb_key: str | None = None,
+    ) -> None:  # fmt: skip
+        self._trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl"), *own]
+        if tensorboard:
+            self._trackers.append(TensorBoardTracker(folder / "tensorboard"))
+        if wandb is not None:
+            self._trackers.append(WandbTracker(wandb, wandb_key))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker in self._trackers:
@@ -88,19 +95,6 @@ class Metrics:
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
-
-
-def open_metrics(
-    folder: Path, *own: Tracker, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
-    wandb_key: str | None = None,
-) -> Metrics:  # fmt: skip
-    """metrics.jsonl in `folder`, `own`, and what is asked for: TensorBoard's files there, a W&B run so set."""
-    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl"), *own]
-    if tensorboard:
-        trackers.append(TensorBoardTracker(folder / "tensorboard"))
-    if wandb is not None:
-        trackers.append(WandbTracker(wandb, wandb_key))
-    return Metrics(trackers)
 
 
 class Phases:

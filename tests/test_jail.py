@@ -18,7 +18,7 @@ from typing import TypeVar
 import pytest
 
 from benchmarks.sandbox import idle_session_mb
-from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, run_sync, wire
+from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, wire
 from slime_retool.sandbox.broker import exchange, forks, loop, records
 from slime_retool.sandbox.child import landlock, namespaces, syscalls
 from slime_retool.sandbox.child.environment import package_folders
@@ -26,6 +26,11 @@ from slime_retool.sandbox.host.client import JailClient
 
 T = TypeVar("T")
 ALL_LEVELS = ("namespaces", "landlock")
+
+
+async def run_once(code: str, policy: SandboxPolicy) -> Result:
+    async with Sandbox(policy) as box:
+        return await box.run(code)
 
 
 def available(level: str, uid: int) -> bool:
@@ -408,7 +413,7 @@ def test_only_chosen_packages_can_be_imported(level: str) -> None:
 def test_packages_bring_what_they_require() -> None:
     assert {"sympy", "mpmath"} <= set(package_folders(("sympy",)))
     with pytest.raises(SandboxUnavailable, match="package no-such-package is not installed"):
-        run_sync("1", SandboxPolicy(packages=("no-such-package",)))
+        asyncio.run(run_once("1", SandboxPolicy(packages=("no-such-package",))))
 
 
 def test_a_refusal_names_the_layer_the_kernels_answer_and_what_to_do() -> None:
@@ -419,8 +424,11 @@ from slime_retool.sandbox.child import namespaces
 from slime_retool.sandbox.host import client
 from slime_retool.sandbox import *
 {change}
+async def run_once():
+    async with Sandbox(SandboxPolicy(isolation={level!r}, packages=())) as box:
+        print(await box.run("1"))
 try:
-    print(run_sync("1", SandboxPolicy(isolation={level!r}, packages=())))
+    asyncio.run(run_once())
 except SandboxUnavailable as error:
     print("refused:", error)
 """
@@ -465,7 +473,7 @@ def test_landlock_abi_1_and_2_are_refused_with_the_version_that_is_needed(
 
 def test_level_none_is_loud(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        assert run_sync("1", SandboxPolicy(isolation="none")).result == "1"
+        assert asyncio.run(run_once("1", SandboxPolicy(isolation="none"))).result == "1"
     assert [record.levelname for record in caplog.records if "ISOLATION IS OFF" in record.message] == ["WARNING"] * 2
 
 

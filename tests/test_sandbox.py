@@ -18,7 +18,7 @@ from typing import TypeVar
 import pytest
 
 from slime_retool.errors import ConfigError, ToolUnavailable
-from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, run_sync
+from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status
 from slime_retool.sandbox.host import client
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ POLICY = SandboxPolicy(isolation="none", packages=(), memory_mb=1024, concurrenc
 
 
 def run(code: str, **options: object) -> Result:
-    return run_sync(code, POLICY, **options)
+    return in_box(lambda box: box.run(code, **options))
 
 
 def in_box(use: Callable[[Sandbox], Awaitable[T]], policy: SandboxPolicy = POLICY) -> T:

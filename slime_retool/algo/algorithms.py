@@ -14,7 +14,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function, load_object
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
-"""Of `kl.kl_estimate`."""
+"""Kinds of `kl.kl_estimate`."""
 TIS_LEVELS = ("token", "sequence", "geometric")
 TIS_MODES = ("truncate", "mask")
 """Both of `importance.importance_weights`."""

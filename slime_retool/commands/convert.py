@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace
 from megatron_bridge.model_config import ModelArgs
+from slime_retool.config.groups import folder
 from slime_retool.errors import ConfigError, run_command
 
 T = TypeVar("T")
@@ -37,8 +38,8 @@ merged into the weights that they were trained on, or with --peft written alone,
 class ToMegatronArgs(ModelArgs):
     """Conversion."""
 
-    hf_checkpoint: str | None = flag(None, metavar="DIR", help="Hugging Face checkpoint to read.")
-    save: str | None = flag(None, metavar="DIR", help="Directory to write.")
+    hf_checkpoint: str | None = folder("Hugging Face checkpoint to read.")
+    save: str | None = folder("Directory to write.")
     force: bool = flag(False, help="Replace the directory when it is there already.")
     tensor_model_parallel_size: int = flag(
         1, help="Only sets the padding of the vocabulary: the checkpoint fits every layout."
@@ -52,16 +53,10 @@ class ToMegatronArgs(ModelArgs):
 class ToHfArgs:
     """Conversion."""
 
-    input_dir: str | None = flag(None, metavar="DIR", help="torch_dist checkpoint to read.")
-    output_dir: str | None = flag(None, metavar="DIR", help="Directory to write.")
-    origin_hf_dir: str | None = flag(
-        None, metavar="DIR", help="Hugging Face checkpoint that gives config, tokenizer and layout of the files."
-    )
-    base_dir: str | None = flag(
-        None,
-        metavar="DIR",
-        help="torch_dist checkpoint under LoRA adapters, where it is no longer the run's --ref-load.",
-    )
+    input_dir: str | None = folder("torch_dist checkpoint to read.")
+    output_dir: str | None = folder("Directory to write.")
+    origin_hf_dir: str | None = folder("Hugging Face checkpoint that gives config, tokenizer and layout of the files.")
+    base_dir: str | None = folder("torch_dist checkpoint under LoRA adapters, where it is no longer --ref-load.")
     peft: bool = flag(False, help="Write only the LoRA adapters, in PEFT's format, for the weights in --origin-hf-dir.")
     force: bool = flag(False, help="Replace the directory when it is there already.")
 

@@ -94,17 +94,15 @@ class PromptDataSource:
         }
 
     def _next_group_of_samples(self) -> list[Sample]:
-        row = self._next_row()
+        if self._returned:
+            row = self._rows[self._returned.pop(0)]
+        else:
+            drawn = [stream.num_drawn for stream in self._streams]
+            row = self._streams[next_of_mixture(drawn, self._weights)].next_row()
         group = [copy_sample(row, self._next_index + i, self._next_group) for i in range(self._copies)]
         self._next_index += self._copies
         self._next_group += 1
         return group
-
-    def _next_row(self) -> Sample:
-        if self._returned:
-            return self._rows[self._returned.pop(0)]
-        drawn = [stream.num_drawn for stream in self._streams]
-        return self._streams[next_of_mixture(drawn, self._weights)].next_row()
 
 
 class _Stream:

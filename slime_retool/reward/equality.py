@@ -210,7 +210,9 @@ def _same_leaf(true_leaf: Leaf, leaf: Leaf, symbolic: Symbolic) -> bool:
     if a == b:
         return True
     if _IN_BASE.match(a) or _IN_BASE.match(b):
-        return _same_in_base(a, b)
+        # Digits, never the value: a question about digits in base 9 is not answered by decimal ones.
+        (a, _, base_a), (b, _, base_b) = (re.sub(r"[{}]", "", text).partition("_") for text in (a, b))
+        return a == b and (base_a == base_b or not base_a or not base_b)
     values = _values(truth, a), _values(answer, b)
     if all(values):
         return bool(values[0] & values[1])
@@ -227,9 +229,3 @@ def _values(text: str, number: str) -> set[Fraction]:
     if value is None:
         return set()
     return {value, value / 100} if "%" in text else {value}
-
-
-def _same_in_base(a: str, b: str) -> bool:
-    """Digits are compared, never the value: a question about digits in base 9 is not answered by decimal ones."""
-    (a, _, base_a), (b, _, base_b) = (re.sub(r"[{}]", "", text).partition("_") for text in (a, b))
-    return a == b and (base_a == base_b or not base_a or not base_b)

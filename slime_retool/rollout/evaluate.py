@@ -37,7 +37,11 @@ async def evaluate(
     """
     config = context.config
     hooks, params = Hooks.load(config), evaluation_sampling_params(config)
-    copies = {name: _copies(config, samples) for name, samples in eval_sets.items()}
+    n = config.n_samples_per_eval_prompt
+    copies = {  # fresh samples, so that a set can be evaluated again and again
+        name: [copy_sample(sample, group * n + i, group) for group, sample in enumerate(samples) for i in range(n)]
+        for name, samples in eval_sets.items()
+    }
     total = sum(map(len, copies.values()))
     with (
         ExitStack() as files,
@@ -92,9 +96,3 @@ def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list
         # Tells sets apart that have as many prompts.
         "data": hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest(),
     }
-
-
-def _copies(config: Config, samples: list[Sample]) -> list[Sample]:
-    """Fresh samples, so that a set can be evaluated again and again."""
-    n = config.n_samples_per_eval_prompt
-    return [copy_sample(sample, group * n + i, group) for group, sample in enumerate(samples) for i in range(n)]

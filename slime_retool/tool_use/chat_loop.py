@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from slime_retool.protocols import ChatEngine, ChatReply
-from slime_retool.tool_use.calls import ToolCall, ToolCallError
+from slime_retool.tool_use.calls import ToolCallError
 from slime_retool.tool_use.loop import LoopBudgets, answer_calls
 from slime_retool.tool_use.observation import shorten
 from slime_retool.tool_use.parser import to_call
@@ -71,7 +71,8 @@ async def _answer(
     sample: Sample, reply: ChatReply, registry: ToolRegistry, budgets: LoopBudgets, tools: list[ToolSchema]
 ) -> list[Message]:
     """One tool message for each call, in order."""
-    calls = [_read_call(call, tools) for call in reply.tool_calls]
+    functions = [call["function"] for call in reply.tool_calls]
+    calls = [to_call({"name": f.get("name"), "arguments": f.get("arguments") or "{}"}, tools) for f in functions]
     sample.num_malformed_calls += sum(isinstance(call, ToolCallError) for call in calls)
     limit = budgets.max_observation_tokens * CHARACTERS_PER_TOKEN
     texts = await answer_calls(sample, calls, registry, budgets, lambda text: shorten(text.rstrip(), limit))
@@ -79,8 +80,3 @@ async def _answer(
         {"role": "tool", "tool_call_id": raw.get("id") or "", "content": text}
         for raw, text in zip(reply.tool_calls, texts, strict=True)
     ]
-
-
-def _read_call(raw: dict[str, Any], tools: list[ToolSchema]) -> ToolCall | ToolCallError:
-    function = raw["function"]
-    return to_call({"name": function.get("name"), "arguments": function.get("arguments") or "{}"}, tools)

@@ -124,7 +124,7 @@ class TrainerMemory:
         self._grads.offload()
         if not keep_weights:
             self._weights.offload()
-        if self._trainer.device.type == "cuda":  # freed memory goes from torch's cache to whoever else is on the card
+        if self._trainer.device.type == "cuda":  # freed memory goes from torch's cache to whoever else is on the GPU
             torch.cuda.ipc_collect()  # weights that an engine has closed since the update ended
             torch.cuda.empty_cache()
 

@@ -16,9 +16,9 @@ NOTHING: Shape = (0, 0, 0)
 class KnownShapes(P2PCommunicator):
     """Megatron's communicator for one pass over micro-batches whose shapes every stage knows beforehand.
 
-    For lengths that vary, Megatron's own sends every shape ahead and waits for the card to receive it. The host then
-    falls behind: between two micro-batches the card stands still until the host has prepared the next. Without
-    questions the host queues the whole pass, and stages wait for each other on the card alone.
+    For lengths that vary, Megatron's own sends every shape ahead and waits for the GPU to receive it. The host then
+    is late: between two micro-batches the GPU stands still until the host has prepared the next. Without
+    questions the host queues the whole pass, and stages wait for each other on the GPU alone.
     """
 
     def __init__(self, config: Any, shapes: Sequence[Shape]) -> None:

@@ -35,7 +35,7 @@ PerToken = Callable[[PackedBatch, Tensor], Tensor]
 
 @dataclass(slots=True)
 class LossOutput:
-    """Of one micro-batch."""
+    """One micro-batch's."""
 
     loss: Tensor  # scalar, to be summed over micro-batches, data- and context-parallel ranks
     metrics: dict[str, Tensor]

@@ -116,16 +116,12 @@ def layers_of_stages(config: Config) -> list[int]:
     )
 
 
-def trainer_memory(config: Config, workload: Workload) -> TrainerMemory:
-    """Bytes on the fullest rank of the first model's processes."""
-    return trainer_memories(config, workload)[0]
-
-
 def trainer_memories(config: Config, workload: Workload) -> tuple[TrainerMemory, dict[str, int]]:
-    """(`trainer_memory`, bytes on the fullest GPU of each model that has processes of its own, by name)."""
+    """(memory of the fullest rank of the first model's processes, bytes on the fullest GPU of each model that has
+    processes of its own, by name)."""
     models = config.roles
-    apart = {model.name: _fullest([model], workload).total for model in models if model.apart}
-    return _fullest([model for model in models if not model.apart], workload), apart
+    apart = {model.name: _fullest([model], workload).total for model in models if model.separate}
+    return _fullest([model for model in models if not model.separate], workload), apart
 
 
 def _fullest(models: list[Role], workload: Workload) -> TrainerMemory:
@@ -186,7 +182,7 @@ def held_parameters(config: Config, stage: int, layers: int, *, logits: bool = T
 
 
 def stepped_parameters(config: Config, dense: int, experts: int) -> int:
-    """Of so many trained parameters those whose optimizer state is on this rank."""
+    """Those of so many trained parameters whose optimizer state is on this rank."""
     if not config.use_distributed_optimizer:
         return dense + experts
     return dense // (config.data_parallel_size * config.context_parallel_size) + experts // expert_replicas(config)

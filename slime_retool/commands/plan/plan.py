@@ -87,7 +87,7 @@ def make_plan(config: Config, card: Card, workload: Workload) -> Plan:
     """The plan of a run that `check_layout` accepts."""
     trainer, engine, moments = memory_of_moments(config, card, workload)
     time = _step_time(config, card, workload, trainer)
-    trainer_gpus = config.world_size + sum(model.config.world_size for model in config.roles if model.apart)
+    trainer_gpus = config.world_size + sum(model.config.world_size for model in config.roles if model.separate)
     engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine
     length = workload.attended
     of_sequence = model_flops(config, [length], training=True, logit_tokens=length * workload.learned, lora=config.lora)
@@ -162,7 +162,7 @@ def _step_time(config: Config, card: Card, workload: Workload, trainer: TrainerM
     train, others = train_seconds(config, card, workload), 0.0
     for model in config.roles[1:]:
         trained = train_seconds(model.config, card, workload, logits=model.has_logits)
-        if model.apart:  # it trains while the first one does
+        if model.separate:  # it trains while the first one does
             trained = max(0.0, trained - train)
         others += forward_seconds(model.config, card, workload, logits=model.has_logits) + trained
     return StepTime(

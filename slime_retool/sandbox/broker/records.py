@@ -52,7 +52,7 @@ class Child:
     job: Job | None = None
     session: Session | None = None
     result: dict[str, Any] | None = None
-    """Of a call that has run, whose other processes are being ended."""
+    """A call that has run, and whose other processes are being ended."""
     received: bytearray = field(default_factory=bytearray)
     to_send: memoryview = field(default_factory=lambda: memoryview(b""))
 

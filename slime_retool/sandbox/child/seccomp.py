@@ -77,7 +77,7 @@ def _only_if_null(argument: int) -> Instructions:
 
 
 def _one_of(values: Sequence[int], found: Instructions, other: Instructions) -> Instructions:
-    """Of what is loaded; `found` and `other` are one instruction each."""
+    """A test of what is loaded; `found` and `other` are one instruction each."""
     tests = [_instruction(_JEQ, value, len(values) - index) for index, value in enumerate(values)]
     return tests + other + found
 

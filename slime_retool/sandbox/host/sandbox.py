@@ -6,6 +6,7 @@ import asyncio
 import base64
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from slime_retool.sandbox.host.client import JailClient
@@ -125,6 +126,8 @@ class Session:
 
     def __init__(self, box: Sandbox, name: str) -> None:
         self._box, self.name = box, name
+        self.run = partial(box.run, _session=name)
+        """As `Sandbox.run`, in this session; limits are those of the cell."""
 
     async def __aenter__(self) -> Session:
         return self
@@ -132,36 +135,9 @@ class Session:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    async def run(
-        self,
-        cell: str,
-        *,
-        timeout: float | None = None,
-        seed: int | None = None,
-        stdin: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        fetch_files: tuple[str, ...] = (),
-    ) -> Result:
-        """As `Sandbox.run`, in this session; limits are those of the cell."""
-        return await self._box.run(
-            cell, timeout=timeout, seed=seed, stdin=stdin, files=files, fetch_files=fetch_files, _session=self.name
-        )
-
     def close(self) -> None:
         """End its process; a later cell of the same name starts afresh."""
         self._box._close_session(self.name)
-
-
-def run_sync(
-    code: str, policy: SandboxPolicy | None = None, *, timeout: float | None = None, seed: int | None = None
-) -> Result:
-    """Run one snippet from synchronous code; for many snippets use `Sandbox`."""
-
-    async def once() -> Result:
-        async with Sandbox(policy) as box:
-            return await box.run(code, timeout=timeout, seed=seed)
-
-    return asyncio.run(once())
 
 
 def _result(answer: dict[str, Any]) -> Result:
