@@ -61,13 +61,8 @@ EXPERT_GEMM_SHARE = 0.5
 """The same of grouped products over many experts. An assumption: not measured here."""
 ATTENTION_SHARES = {"flash_attn_4": (0.57, 0.39), "transformer_engine": (0.49, 0.30), "local": (0.28, 0.19)}
 """Share of the peak in causal attention over packed sequences, forward and backward, counting half of the square and
-<<<<<<< HEAD
-for the backward twice the forward: flash-attn-4, cuDNN (Transformer Engine) and torch's varlen_attn, about the mean measured on
-an H200 over the length mix of benchmarks/train_step.py in 16k and in 32k tokens, with 32 and with 16 heads."""
-=======
 for the backward twice the forward: flash-attn-4, cuDNN (Transformer Engine) and torch's varlen_attn, about the mean
 measured on an H200 over the length mix of benchmarks/train_step.py in 16k and 32k tokens, with 32 and 16 heads."""
->>>>>>> main
 LOCAL_SHARE = 0.85
 """Share of the rate with Transformer Engine, layers without it, attention apart: chosen on the 0.6B row of
 docs/performance.md."""
