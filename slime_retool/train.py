@@ -33,7 +33,6 @@ from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
 from slime_retool.health import HealthCheck
 from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes
-from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import set_aside
 
