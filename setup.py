@@ -46,7 +46,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["slime_retool*", "megatron_bridge*"]),
-    package_data={"slime_retool": ["py.typed"], "megatron_bridge": ["py.typed"]},
+    package_data={"slime_retool": ["py.typed", "commands/viewer/assets/*"], "megatron_bridge": ["py.typed"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["slime-retool=slime_retool.cli:main"]},
