@@ -81,8 +81,8 @@ def make_sample(
         "error": None,
         "spans": [
             {"name": "generate", "start": start, "seconds": generated, "status": "ok"},
-            {"name": "tool", "start": start + generated * 0.4, "seconds": generated * 0.15, "status": "ok"},
             {"name": "reward", "start": start + generated, "seconds": 0.3, "status": "ok"},
+            {"name": "tool", "start": start + generated * 0.4, "seconds": generated * 0.15, "status": "ok", "turn": 1},
         ],
         "rollout_id": step,
         "token_texts": prompt_texts + response_texts,

@@ -72,9 +72,11 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
             "tokens_per_second": model_tokens / max(seconds, 1e-9),
         }
     )
-    if config.dump_rollouts:
+    if config.dumps(rollout_id):
         path = Path(config.output_dir) / "rollouts" / f"rollout_{rollout_id:06d}.jsonl"
-        rows = [(sample, {"rollout_id": rollout_id}) for sample in finished]
+        texts = context.template.codec.token_texts
+        # Made one by one, as they are written.
+        rows = ((sample, {"rollout_id": rollout_id, "token_texts": texts(sample.tokens)}) for sample in finished)
         await asyncio.to_thread(dump_samples, path, rows)
     named = {f"rollout/{name}": value for name, value in metrics.items()}
     return RolloutBatch(trained, named | {"perf/reward_seconds": sampling.reward_seconds})

@@ -84,7 +84,7 @@ class Table:
             "advantage": short(_mean_learned(sample, dumped.trained.advantages if dumped.trained else None)),
             "log_prob": short(_mean_learned(sample, sample.rollout_log_probs)),
             "version": min(sample.weight_versions, default=None),
-            "seconds": None,
+            "seconds": short(_seconds(sample)),
             "flags": flags(dumped, reward),
         }
         for name, value in values.items():
@@ -161,6 +161,13 @@ def flags(dumped: DumpedSample, reward: float | None) -> int:
 def short(value: float | None, digits: int = 5) -> float | None:
     """Rounded, for a smaller page; None where it is no finite number."""
     return round(float(value), digits) if value is not None and math.isfinite(value) else None
+
+
+def _seconds(sample: Sample) -> float | None:
+    """From the first thing that was done for the sample to the end of the last one."""
+    if not sample.spans:
+        return None
+    return max(span["start"] + span["seconds"] for span in sample.spans) - min(span["start"] for span in sample.spans)
 
 
 def _mismatch(dumped: DumpedSample) -> float | None:

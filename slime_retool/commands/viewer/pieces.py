@@ -69,7 +69,7 @@ class PieceWriter:
             "error": sample.error,
             "metadata": _bounded(sample.metadata),
             "versions": sample.weight_versions,
-            "spans": [],
+            "spans": _finite(sorted(sample.spans, key=lambda span: span["start"])),
         })  # fmt: skip
         self._tokens.append(self._token_record(dumped))
         said = [part for _, part in parts]

@@ -22,8 +22,17 @@ _FIELDS = {field.name for field in fields(Sample)}
 class Trained:
     """What the trainer computed for the R response tokens of one sample; None where the dump lacks it."""
 
-    log_probs: list[float | None] | None  # [R] under the weights that were trained
-    advantages: list[float | None] | None  # [R]
+    log_probs: list[float] | None  # [R] under the weights before the update
+    advantages: list[float] | None  # [R]
+
+    @classmethod
+    def of_line(cls, row: dict[str, Any], response_length: int) -> Trained:
+        """A line's values begin at the first learned token and end with the response."""
+
+        def laid_out(values: list[float] | None) -> list[float] | None:
+            return None if values is None else [0.0] * (response_length - len(values)) + values[-response_length:]
+
+        return cls(laid_out(row.get("log_probs")), laid_out(row.get("advantages")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +86,24 @@ def read_samples(path: Path) -> Iterator[tuple[int, DumpedSample]]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _parse(row: dict[str, Any], trained: dict[int, Trained]) -> DumpedSample:
+def _parse(row: dict[str, Any], trained: dict[int, dict[str, Any]]) -> DumpedSample:
     """LookupError, TypeError, ValueError or AttributeError for another object."""
     for name in _REQUIRED:
         row[name]
     sample = Sample(**{name: value for name, value in row.items() if name in _FIELDS})
     sample.status = SampleStatus(sample.status)
-    texts = row.get("token_texts")
+    texts, line = row.get("token_texts"), trained.get(sample.index) if "eval_set" not in row else None
     return DumpedSample(
         sample,
         rollout_id=int(row.get("rollout_id", 0)),
         eval_set=row.get("eval_set"),
         token_texts=texts if texts and len(texts) == len(sample.tokens) else None,
-        trained=trained.get(sample.index) if "eval_set" not in row else None,
+        trained=None if line is None else Trained.of_line(line, sample.response_length),
     )
 
 
-def _read_trained(path: Path) -> dict[int, Trained]:
-    """By `Sample.index`; empty where the trainer wrote nothing for the rollout of `path`."""
+def _read_trained(path: Path) -> dict[int, dict[str, Any]]:
+    """Lines by `Sample.index`; empty where the trainer wrote nothing for the rollout of `path`."""
     beside = path.with_name(path.name.replace("rollout_", TRAINED, 1))
     if beside == path or not beside.is_file():
         return {}
@@ -104,5 +113,5 @@ def _read_trained(path: Path) -> dict[int, Trained]:
             row = json.loads(line)
         except ValueError:  # the last line, cut off
             continue
-        found[row["index"]] = Trained(row.get("log_probs"), row.get("advantages"))
+        found[row["index"]] = row
     return found

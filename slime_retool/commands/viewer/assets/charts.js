@@ -8,7 +8,7 @@
 
   // [title, names or patterns of the metrics in it]; patterns take every metric that fits.
   const CHARTS = [
-    ["Reward", [/^(rollout\/)?(rollout\/reward_mean|rollout\/trained_reward_mean)$/]],
+    ["Reward", [/^rollout\/(trained_)?reward_mean$/]],
     ["Accuracy", [/^rollout\/accuracy$/, /^eval\/.*\/accuracy$/]],
     ["Turns", [/^rollout\/mean_turns$/, /^eval\/.*\/mean_turns$/]],
     ["Tool use", [/^rollout\/(tool_call_rate|tool_calls_mean)$/]],
@@ -75,7 +75,17 @@
     return svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title }, ...grid, ...steps);
   }
 
-  const label = (series, several) => (Viewer.runs.length > 1 ? `${"AB"[series.run]} ` : "") + (several ? series.name.split("/").slice(-2).join("/") : series.name);
+  // What tells a series from the others of its chart: the end of the metric's name, and the run where there are two.
+  function labels(series) {
+    const names = [...new Set(series.map((one) => one.name))];
+    let length = 1;
+    const end = (name) => name.split("/").slice(-length).join("/");
+    while (length < 4 && new Set(names.map(end)).size < names.length) length++;
+    return series.map((one) => {
+      const run = Viewer.runs.length > 1 ? ["AB"[one.run]] : [];
+      return [...run, ...(names.length > 1 || !run.length ? [end(one.name)] : [])].join(" ");
+    });
+  }
 
   // Reads out a chart at the step below the pointer; a click shows that step's samples.
   function pointer(picture, xs, { x }, say) {
@@ -106,7 +116,8 @@
     let [low, high] = [Math.min(...ys), Math.max(...ys)];
     if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 1), high + (Math.abs(high) * 0.1 || 1)];
     const scale = scales(xs, low, high);
-    const said = series.map((one) => `${label(one, true)} ${number(one.ys.at(-1))} at step ${one.xs.at(-1)}`).join(", ");
+    const named = labels(series);
+    const said = series.map((one, i) => `${named[i]} ${number(one.ys.at(-1))} at step ${one.xs.at(-1)}`).join(", ");
     const picture = frame(`${title}: ${said}`, low, high, scale);
     for (const one of series) {
       const points = one.xs.map((x, i) => `${scale.x(x).toFixed(1)},${scale.y(one.ys[i]).toFixed(1)}`);
@@ -114,10 +125,10 @@
       if (points.length > 1) picture.append(svg("polyline", { class: `curve ${kind}`, points: points.join(" ") }));
       if (points.length < 30) points.forEach((point) => picture.append(svg("circle", { class: `dot ${kind}`, cx: point.split(",")[0], cy: point.split(",")[1], r: 2 })));
     }
-    const values = series.map((one) => el("span", { class: `value c${one.place % 6} run${one.run}` }));
+    const values = series.map((one) => el("span", { class: `value c${one.place % 6} run${one.run}`, title: one.name }));
     const say = (step) => series.forEach((one, i) => {
       const at = step === null ? one.xs.length - 1 : one.xs.indexOf(step);
-      values[i].textContent = `${label(one, series.length > 1)} ${at < 0 ? "–" : number(one.ys[at])}`;
+      values[i].textContent = `${named[i]} ${at < 0 ? "–" : number(one.ys[at])}`;
     });
     const when = el("span", { class: "dim" });
     pointer(picture, xs, scale, (step) => {

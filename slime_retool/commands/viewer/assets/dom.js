@@ -6,8 +6,10 @@
 
   function fill(element, properties, children) {
     for (const [name, value] of Object.entries(properties)) {
-      if (value === null || value === undefined || value === false) continue;
-      if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+      if (value === null || value === undefined) continue;
+      if (name.startsWith("aria-")) element.setAttribute(name, value);
+      else if (value === false) continue;
+      else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
       else if (name === "text") element.textContent = value;
       else element.setAttribute(name, value === true ? "" : value);
     }

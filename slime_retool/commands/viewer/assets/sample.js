@@ -83,15 +83,14 @@
   }
 
   function conversation(text) {
-    const tools = (text.spans ?? []).filter((span) => span.name === "tool");
-    let model = 0, tool = 0;
+    let model = 0;
     const note = (kind) => {
       if (kind === "model") {
         const version = text.versions[model++];
         return `turn ${model}` + (version === undefined ? "" : `, weights ${version}`);
       }
-      const span = tools[tool++];
-      return span ? `${span.status}, ${number(span.seconds)} s` : "not learned";
+      const calls = text.spans.filter((span) => span.name === "tool" && span.turn === model);
+      return ["not learned", ...calls.map((span) => `${span.status}, ${number(span.seconds)} s`)].join("; ");
     };
     return el("div", { class: "conversation" },
       text.prompt.tools ? el("details", { class: "offered" },

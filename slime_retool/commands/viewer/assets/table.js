@@ -22,6 +22,7 @@
     ["advantage", "advantage", "num less", null],
     ["mismatch", "mismatch", "num less", null],
     ["log_prob", "log-prob", "num less", null],
+    ["seconds", "seconds", "num less", null],
     ["version", "weights", "num less", null],
     ["source", "source", "text less", (t, r) => t.names.source[t.columns.source[r]]],
     ["kind", "from", "text less", (t, r) => t.names.kind[t.columns.kind[r]]],

@@ -96,7 +96,9 @@
       el("label", {}, "Step ", steps),
       el("button", { text: "‹ before", onclick: () => move(-1) }),
       el("button", { text: "next ›", onclick: () => move(1) }),
-      el("span", { class: "legend" }, ...["generate", "tool", "reward"].map((name) => el("span", { class: `value s-${name}`, text: name }))),
+      el("span", { class: "legend" }, 
+        el("span", { class: "dim", text: "phases" }), ...Viewer.charts.PHASES.map((name) => el("span", { class: `value p-${name}`, text: name })),
+        el("span", { class: "dim", text: "samples" }), ...["generate", "tool", "reward"].map((name) => el("span", { class: `value s-${name}`, text: name }))),
     );
     refill();
     Viewer.timeline.show = () => steps.value !== "" && show();
