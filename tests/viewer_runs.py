@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,7 @@ def call_text(code: str) -> str:
 
 def pieces_of(text: str) -> list[str]:
     """A stand-in for a tokenizer: words with the space before them, marks and newlines apart."""
-    pieces: list[str] = []
-    for char in text:
-        if pieces and (char.isalnum() and pieces[-1][-1].isalnum() or (char.isalnum() and pieces[-1] == " ")):
-            pieces[-1] += char
-        elif pieces and char == ">" and pieces[-1].startswith("<"):
-            pieces[-1] += char
-        elif pieces and pieces[-1].startswith("<") and not pieces[-1].endswith(">") and char != "\n":
-            pieces[-1] += char
-        else:
-            pieces.append(char)
-    return pieces
+    return re.findall(r"<[^<>\n]{1,40}>| ?[^\W_]+|.", text, re.DOTALL)
 
 
 def make_sample(
