@@ -32,6 +32,8 @@ EXTRAS = {
     "gpu": ["sglang==0.5.15.post1"],
     "te": ["transformer-engine[pytorch]>=2.20"],
     "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+    # Beside a Chromium of the system (`apt install chromium`), or `playwright install chromium`.
+    "browser": ["playwright", "axe-playwright-python"],
 }
 
 PACKAGE = runpy.run_path(str(Path(__file__).with_name("slime_retool") / "__init__.py"))

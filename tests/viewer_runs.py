@@ -96,11 +96,10 @@ def trained_line(row: dict[str, Any], advantage: float, shift: float = 0.01) -> 
 
 
 def write_run(
-    folder: Path, *, steps: int = 3, groups: int = 4, size: int = 4, trained: bool = True, evaluation: bool = True
+    folder: Path, *, steps: int = 3, groups: int = 4, size: int = 4, first_index: int = 0
 ) -> Path:
     """A run of `steps` rollouts of `groups` times `size` samples; prompts come back every second step."""
-    index = 0
-    metrics = []
+    index, metrics = first_index, []
     for step in range(steps):
         rows = []
         for group in range(groups):
@@ -110,16 +109,14 @@ def write_run(
                 rows[-1]["group_index"] = step * groups + group
                 index += 1
         write_rows(folder / "rollouts" / f"rollout_{step:06d}.jsonl", rows)
-        if trained:
-            mean = {row["group_index"]: 0.0 for row in rows}
-            for row in rows:
-                mean[row["group_index"]] += row["reward"]["score"] / size
-            lines = [trained_line(row, round(row["reward"]["score"] - mean[row["group_index"]], 4)) for row in rows]
-            write_rows(folder / "rollouts" / f"trained_{step:06d}.jsonl", lines)
+        mean = {row["group_index"]: 0.0 for row in rows}
+        for row in rows:
+            mean[row["group_index"]] += row["reward"]["score"] / size
+        lines = [trained_line(row, round(row["reward"]["score"] - mean[row["group_index"]], 4)) for row in rows]
+        write_rows(folder / "rollouts" / f"trained_{step:06d}.jsonl", lines)
         metrics.append(metrics_row(step, rows))
-    if evaluation:
-        rows = [make_sample(i, step=steps - 1, group=100 + i, eval_set="aime") for i in range(2 * size)]
-        write_rows(folder / "eval" / f"aime_{steps - 1:06d}.jsonl", rows)
+    rows = [make_sample(i, step=steps - 1, group=100 + i, eval_set="aime") for i in range(2 * size)]
+    write_rows(folder / "eval" / f"aime_{steps - 1:06d}.jsonl", rows)
     write_rows(folder / "metrics.jsonl", metrics)
     return folder
 
@@ -145,3 +142,61 @@ def metrics_row(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_large_run(folder: Path, *, steps: int = 98, samples: int = 512) -> Path:
+    """About 50,000 samples, quickly: each step repeats the same lines under other numbers."""
+    numbers = {"index": 7_000_001, "group_index": 7_000_002, "rollout_id": 7_000_003}
+    rows = [{**make_sample(i, step=20, group=i // 8), **numbers} for i in range(samples)]
+    trained = [{**trained_line(row, 0.5 if row["reward"]["acc"] else -0.5), "index": 7_000_001} for row in rows]
+    # The one long conversation, which a test looks for.
+    long_turns = [("model", "needle in a haystack: " + "let me check. " * 400 + "\\boxed{1}<|im_end|>")]
+    rows[100] = {**make_sample(100, step=20, group=12, turns=long_turns), **numbers}
+    trained[100] = {**trained_line(rows[100], -0.5, shift=0.5), "index": 7_000_001}
+    lines = [[json.dumps(row) for row in part] for part in (rows, trained)]
+    plain = [json.dumps({**make_sample(100, step=20, group=12), **numbers})]
+    for step in range(steps):
+        for name, part in (("rollout", lines[0]), ("trained", lines[1])):
+            if name == "rollout" and step != 57:  # the needle is in one step only
+                part = [*part[:100], *plain, *part[101:]]
+            text = "".join(
+                line.replace("7000001", str(step * samples + i))
+                .replace("7000002", str(step * samples // 8 + i // 8))
+                .replace("7000003", str(step)) + "\n"
+                for i, line in enumerate(part)
+            )  # fmt: skip
+            path = folder / "rollouts" / f"{name}_{step:06d}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    write_rows(folder / "metrics.jsonl", [metrics_row(step, rows) for step in range(steps)])
+    return folder
+
+
+HOSTILE = (
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror=\"window.hacked = 1\">",
+    '"); window.hacked = 1; ("',
+    "</pre></div><style>*{display:none}</style>",
+    "\u2028\u2029\x00\x1b[31m\x7f\ufeff\u202e",
+    "\ud800 half a pair",
+    "\\u003c/script\\u003e \\",
+    "${window.hacked = 1} `x`",
+    "<a href=javascript:window.hacked=1>click</a><svg onload=window.hacked=1>",
+)
+
+
+def write_hostile_run(folder: Path) -> Path:
+    """Hostile text in every place that a page shows, and a line of a megabyte."""
+    rows = []
+    for i, text in enumerate((*HOSTILE, "m" * 1_000_000)):
+        code = f"```python\n{text}\n```<|im_end|>"
+        turns = [("model", f"{text}\n{call_text(text)}"), ("tool", text), ("model", code)]
+        more = {"label": text[:500], "error": text, "metadata": {text[:50]: text}, "source": text[:50]}
+        rows.append(make_sample(i, group=i, turns=turns, **more))
+        rows[-1]["prompt"] = [{"role": "user", "content": text}]
+        if i % 2:  # shown by its messages then
+            del rows[-1]["token_texts"]
+    write_rows(folder / "rollouts" / "rollout_000000.jsonl", rows)
+    metrics = [{"step": 0, "time": 1.0, f"train/{HOSTILE[1]}": 1.0}, {"step": 1, HOSTILE[0]: 2}]
+    write_rows(folder / "metrics.jsonl", metrics)
+    return folder

@@ -23,7 +23,10 @@ FLAGS = {
     NO_CALL: ("no call", "rewarded without a tool call, in a run that has tools"),
     REPEATED: ("repeated", "the response says the same again and again: it compresses to a fifth or less"),
     NO_LABEL: ("label absent", "rewarded although the label does not occur in the response"),
-    LEARNED_OBSERVATION: ("tool text learned", "the loss mask covers the text of a tool's result"),
+    LEARNED_OBSERVATION: (
+        "tool text learned",
+        "the loss mask covers what marks a tool's result: its output is learned, or the model made one up",
+    ),
     NO_END: ("no end", "completed, but the last token of the response is no end mark: cut off?"),
 }
 """Bit of the column `flags` -> (short name, what it means)."""

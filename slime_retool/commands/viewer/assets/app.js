@@ -146,6 +146,7 @@
       byId(`tab-${one}`).setAttribute("aria-selected", one === name);
       byId(`tab-${one}`).tabIndex = one === name ? 0 : -1;
     }
+    if (name === "curves") Viewer.charts.show();
     if (name === "samples") table.draw(true);
     if (name === "timeline") Viewer.timeline.show();
     remember();
@@ -165,7 +166,7 @@
 
   function close() {
     byId("split").classList.remove("opened");
-    table.grid.focus();
+    table.focus();
   }
 
   function showStep(step) {
@@ -223,7 +224,7 @@
     if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
     const { target, key } = event;
     if (target.matches("input, select, textarea")) {
-      if (key === "Escape") target.blur(), table.grid.focus();
+      if (key === "Escape") target.blur(), table.focus();
       return;
     }
     if (key === "Enter" && target.matches("button, summary, a")) return;
@@ -250,7 +251,6 @@
     makeFilters();
     apply({ keep: false });
     byId("sample").append(el("p", { class: "note", text: Viewer.table.size ? "Choose a sample: click one, or press j." : "This run has no samples: --dump-rollouts writes them." }));
-    Viewer.charts.init();
     Viewer.timeline.init();
     byId("loading").remove();
     document.querySelectorAll("[data-view]").forEach((tab) => tab.addEventListener("click", () => show(tab.dataset.view)));

@@ -58,6 +58,12 @@
     return found;
   }
 
+  // Ticks of one axis in as many digits as tell them apart.
+  function tickText(value, values) {
+    const step = values.length > 1 ? Math.abs(values[1] - values[0]) : Math.abs(value);
+    return number(value, value && step ? Math.max(3, Math.ceil(Math.log10(Math.abs(value) / step)) + 1) : 3);
+  }
+
   function scales(xs, low, high) {
     const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
     const x = (value) => LEFT + ((value - x0) / (x1 - x0 || 1)) * (WIDTH - LEFT - RIGHT);
@@ -66,9 +72,9 @@
   }
 
   function frame(title, low, high, { x, y, x0, x1 }) {
-    const grid = ticks(low, high, 4).flatMap((value) => [
+    const grid = ticks(low, high, 4).flatMap((value, _, values) => [
       svg("line", { class: "gridline", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
-      svg("text", { class: "tick", x: LEFT - 5, y: y(value) + 3.5, "text-anchor": "end", text: number(value) }),
+      svg("text", { class: "tick", x: LEFT - 5, y: y(value) + 3.5, "text-anchor": "end", text: tickText(value, values) }),
     ]);
     const steps = ticks(x0, x1, 6).filter(Number.isInteger).map((value) =>
       svg("text", { class: "tick", x: x(value), y: HEIGHT - 5, "text-anchor": "middle", text: String(value) }));
@@ -205,7 +211,10 @@
     box.replaceChildren(...(found.length ? found : [el("p", { class: "note", text: names.length ? "No metric has that in its name." : "This run has no metrics.jsonl." })]));
   }
 
-  function init() {
+  let begun = false;
+  function show() {
+    if (begun) return;
+    begun = true;
     document.getElementById("metric-filter").addEventListener("input", draw);
     document.getElementById("smooth").addEventListener("input", draw);
     const legend = document.getElementById("legend");
@@ -213,5 +222,5 @@
     draw();
   }
 
-  Viewer.charts = { init, draw, PHASES };
+  Viewer.charts = { show, ticks, PHASES };
 })();

@@ -53,6 +53,8 @@
     return box;
   }
 
+  const plain = (text) => el("span", { class: "said", text: visible(text) });
+
   function modelPart(text) {
     const found = text.length > CHARACTERS ? [] : Viewer.code.blocks(text);
     if (!found.length) return inSteps(text, marked);
@@ -98,7 +100,7 @@
         el("pre", { tabindex: 0, text: visible(JSON.stringify(text.prompt.tools, null, 2)) })) : null,
       part("prompt", text.prompt.text, text.prompt.rendered ? "as rendered" : "messages; the dump has no rendered text"),
       ...text.parts.map(([kind, said]) => part(kind, said, note(kind))),
-      text.error ? el("p", { class: "error", text: visible(text.error) }) : null,
+      text.error ? el("div", { class: "error" }, inSteps(text.error, plain)) : null,
     );
   }
 
@@ -274,18 +276,18 @@
   // Details
 
   function facts(pairs) {
-    return el("dl", { class: "facts" }, ...pairs.flatMap(([name, said]) => [el("dt", { text: name }), el("dd", { text: visible(String(said)) })]));
+    return el("dl", { class: "facts" }, ...pairs.flatMap(([name, said]) => [el("dt", { text: name }), el("dd", {}, inSteps(String(said), plain))]));
   }
 
   function details(row, text) {
     const json = (thing) => (thing === null || typeof thing !== "object" ? String(thing) : JSON.stringify(thing, null, 1));
     const { columns, names } = Viewer.table;
-    const plain = Object.keys(columns).filter((name) => name !== "prompt" && name !== "flags" && !Number.isNaN(columns[name][row]));
+    const known = Object.keys(columns).filter((name) => name !== "prompt" && name !== "flags" && !Number.isNaN(columns[name][row]));
     return el("div", {},
       facts([
         ["label", text.label ?? "–"], ["reward", json(text.reward)], ["error", text.error ?? "–"],
         ["weight versions", text.versions.join(", ") || "–"],
-        ...plain.filter((name) => name !== "reward").map((name) => [name.replaceAll("_", " "), names[name]?.[columns[name][row]] ?? number(columns[name][row], 5)]),
+        ...known.filter((name) => name !== "reward").map((name) => [name.replaceAll("_", " "), names[name]?.[columns[name][row]] ?? number(columns[name][row], 5)]),
         ["suspicious", Viewer.table.flags.filter(([bit]) => columns.flags[row] & bit).map(([, , meaning]) => meaning).join("; ") || "–"],
         ["metadata", json(text.metadata)],
       ]),

@@ -46,7 +46,7 @@
       this.body = el("div", { role: "rowgroup", class: "body" }, this.space);
       this.grid = el(
         "div",
-        { role: "grid", class: "grid", tabindex: 0, "aria-label": "Samples", "aria-colcount": this.shown.length },
+        { role: "grid", class: "grid", "aria-label": "Samples", "aria-colcount": this.shown.length },
         el("div", { role: "rowgroup", class: "headgroup" }, this.head),
         this.body,
       );
@@ -74,8 +74,8 @@
           const on = this.sort.column === name;
           return el(
             "div",
-            { role: "columnheader", class: `cell ${kind}`, "aria-sort": on ? (this.sort.down ? "descending" : "ascending") : "none" },
-            el("button", { tabindex: -1, text: heading + (on ? (this.sort.down ? " ▾" : " ▴") : ""), onclick: () => this.sortBy(name) }),
+            { role: "columnheader", class: `cell ${kind} c-${name}`, "aria-sort": on ? (this.sort.down ? "descending" : "ascending") : "none" },
+            el("button", { text: heading + (on ? (this.sort.down ? " ▾" : " ▴") : ""), onclick: () => this.sortBy(name) }),
           );
         }),
       );
@@ -125,18 +125,26 @@
       this.firstDrawn = first;
       this.lastDrawn = last;
       const drawn = [];
-      for (let at = first; at < last; at++) drawn.push(this.row(at));
+      const reached = this.selected >= first && this.selected < last ? this.selected : first;
+      for (let at = first; at < last; at++) drawn.push(this.row(at, at === reached));
+      const focused = this.space.contains(document.activeElement);
       this.space.replaceChildren(...drawn);
+      if (focused) this.focus();
     }
 
-    row(at) {
+    // One row can be reached by Tab: the selected one if it is in sight, else the first.
+    focus() {
+      this.space.querySelector("[tabindex='0']")?.focus({ preventScroll: true });
+    }
+
+    row(at, reached) {
       const row = this.rows[at];
       const { columns } = this.data;
       const selected = at === this.selected;
       const element = el(
         "div",
         {
-          role: "row", id: `row-${row}`, "data-at": at, "aria-rowindex": at + 2, "aria-selected": selected,
+          role: "row", "data-at": at, tabindex: reached ? 0 : -1, "aria-rowindex": at + 2, "aria-selected": selected,
           class: `row ${columns.right[row] === 1 ? "right" : ""} ${selected ? "selected" : ""}`,
         },
         ...this.shown.map(([name, , kind, say]) =>
@@ -155,7 +163,6 @@
       const height = this.body.clientHeight;
       if (top + ROW > this.body.scrollTop + height) this.body.scrollTop = top + ROW - height;
       this.draw(true);
-      this.grid.setAttribute("aria-activedescendant", `row-${this.rows[this.selected]}`);
       if (tell) this.onSelect(this.rows[this.selected]);
     }
 

@@ -47,8 +47,7 @@
     const x = (seconds) => LEFT + (seconds / total) * (WIDTH - LEFT - 10);
     const height = TOP + PHASE + 10 + lanes.length * LANE + 10;
     const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `Step ${step}: ${phases.map(([name, seconds]) => `${name} ${number(seconds)} s`).join(", ")}; ${lanes.length} samples` });
-    for (let i = 0; i <= 10; i++) {
-      const at = (total * i) / 10;
+    for (const at of Viewer.charts.ticks(0, total, 10)) {
       picture.append(svg("line", { class: "gridline", x1: x(at), x2: x(at), y1: TOP - 4, y2: height }),
         svg("text", { class: "tick", x: x(at), y: 14, "text-anchor": "middle", text: `${number(at)} s` }));
     }
