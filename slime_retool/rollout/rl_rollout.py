@@ -28,7 +28,7 @@ from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sampl
 from slime_retool.rollout.overlong import mask_overlong, shaped_reward
 from slime_retool.rollout.sample_metrics import sample_metrics, source_metrics
 from slime_retool.rollout.sampling import training_sampling_params
-from slime_retool.rollout.transcripts import dump_samples
+from slime_retool.rollout.transcripts import dump_samples, prune_dumps
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 Group = list[Sample]
@@ -78,6 +78,8 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         # Made one by one, as they are written.
         rows = ((sample, {"rollout_id": rollout_id, "token_texts": texts(sample.tokens)}) for sample in finished)
         await asyncio.to_thread(dump_samples, path, rows)
+        if config.dump_rollouts_keep is not None:
+            prune_dumps(path.parent, config.dump_rollouts_keep)
     named = {f"rollout/{name}": value for name, value in metrics.items()}
     return RolloutBatch(trained, named | {"perf/reward_seconds": sampling.reward_seconds})
 

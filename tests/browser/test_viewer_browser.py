@@ -75,7 +75,7 @@ def picture(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
         if folder is not None:
             path = folder / f"viewer-{name}.png"
             page.screenshot(path=path)
-            Image.open(path).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
+            Image.open(path).convert("RGB").quantize(160, dither=Image.Dither.NONE).save(path, optimize=True)
             assert path.stat().st_size < PICTURE_BYTES, f"{path} has {path.stat().st_size} bytes"
 
     return save
@@ -108,10 +108,9 @@ def set_filter(page: Any, name: str, value: str) -> float:
 
 
 def test_fifty_thousand_samples_show_their_first_row_at_once(large: Path, opened: Open, capsys):
-    begin = time.monotonic()
     page = opened(large, "#samples")
     page.wait_for_selector("[data-at='0']")
-    seconds = time.monotonic() - begin
+    seconds = page.evaluate("performance.now()") / 1000  # since the page was asked for
     with capsys.disabled():
         print(f"\nfirst row of 50,176 samples after {seconds:.2f} s")
     assert count(page) == "50,176 of 50,176 samples"
