@@ -277,7 +277,7 @@ def test_a_page_is_smaller_than_its_dump(tmp_path: Path):
 
 def test_fifty_thousand_rows_stay_one_compact_piece(tmp_path: Path):
     """The table's columns are loaded at once: they may take no more than 100 bytes a sample."""
-    row = make_sample(0)
+    row = make_sample(0, turns=[("model", "\\boxed{60}<|im_end|>")])
     line = json.dumps(row)
     path = tmp_path / "run" / "rollouts" / "rollout_000000.jsonl"
     path.parent.mkdir(parents=True)

@@ -62,12 +62,12 @@ def sample_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_samples(path: Path) -> Iterator[tuple[int, DumpedSample]]:
+def read_samples(path: Path, *, with_trained: bool = True) -> Iterator[tuple[int, DumpedSample]]:
     """Each sample with its line's number, from 1. A last line that is still being written, or was cut off, is left out.
 
     Raises DataError for a file that cannot be read, or that holds something else than samples.
     """
-    trained = _read_trained(path)
+    trained = _read_trained(path) if with_trained else {}
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):

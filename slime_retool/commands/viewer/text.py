@@ -45,7 +45,7 @@ def _show_file(path: Path, choice: Choice, limit: int, name: Path | None) -> int
     shown = 0
     if limit <= 0:
         return shown
-    for number, dumped in read_samples(path):
+    for number, dumped in read_samples(path, with_trained=False):
         if choice.index is not None and dumped.sample.index != choice.index:
             continue
         try:
