@@ -5,6 +5,7 @@ Not part of `make test`: it needs a browser, and its two limits in seconds hold 
 
 from __future__ import annotations
 
+import gzip
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ from slime_retool.commands.viewer.page import build_page
 FIRST_ROW_SECONDS = 2.0
 FILTER_MILLISECONDS = 200.0
 PICTURE_BYTES = 150_000
+
+PLANTED = Path(__file__).parents[1] / "data" / "planted"
+"""One rollout of the quickstart's RL stage for each bug of `planted_bugs`, and one without (`none`)."""
 
 Open = Callable[..., Any]
 
@@ -261,6 +265,75 @@ def test_the_timeline_has_a_lane_for_each_sample(two_runs: Path, opened: Open, p
     picture(page, "timeline")
     page.locator(".lane >> nth=5").locator("rect >> nth=0").click(position={"x": 3, "y": 3})
     page.wait_for_selector(".part.model")
+
+
+# Planted bugs: the steps that docs/viewer.md names
+
+
+def planted(bug: str, folder: Path) -> Path:
+    for path in (PLANTED / bug).glob("*.gz"):
+        (folder / bug / "rollouts").mkdir(parents=True, exist_ok=True)
+        (folder / bug / "rollouts" / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    (folder / bug / "metrics.jsonl").write_bytes((PLANTED / bug / "metrics.jsonl").read_bytes())
+    return build_page([folder / bug], folder / "page").path
+
+
+def suspicious(page: Any, name: str) -> int:
+    """How many samples of the page have this suspicion."""
+    page.locator(".jumps button", has_text="all samples").click()
+    page.select_option("[name=flags]", label=name)
+    return int(count(page).split(" of ")[0])
+
+
+def test_an_honest_run_has_few_suspicious_samples(opened: Open, tmp_path: Path):
+    page = opened(planted("none", tmp_path), "#samples")
+    assert [suspicious(page, name) for name in ("tool text learned", "label absent", "no end", "repeated")] == [0] * 4
+    assert suspicious(page, "no call") < 5
+
+
+def test_a_learned_tool_output_is_seen(opened: Open, tmp_path: Path, picture):
+    page = opened(planted("tool_output_learned", tmp_path), "#samples")
+    page.select_option("[name=tools]", label="called")
+    called = int(count(page).split(" of ")[0])
+    assert suspicious(page, "tool text learned") == called > 20
+    page.locator(".jumps button", has_text="suspicious").click()
+    page.get_by_role("tab", name="Tokens").click()
+    page.wait_for_selector(".tok")
+    colours = "toks => [...new Set(toks.map((tok) => tok.style.backgroundColor))].length"
+    assert page.eval_on_selector_all(".tok:not(.of-prompt)", colours) == 1  # all blue: nothing is a tool's
+    page.get_by_role("button", name="worst difference").click()
+    assert "engine 0 · trainer -" in page.inner_text(".info")
+    page.get_by_role("radio", name="difference").click()
+    picture(page, "bug-tool-output")
+
+
+def test_a_reward_that_is_always_right_is_seen(opened: Open, tmp_path: Path, picture):
+    page = opened(planted("always_right", tmp_path))
+    assert page.locator(".chart", has_text="Accuracy").locator(".values").inner_text().startswith("accuracy 1")
+    picture(page, "bug-reward-curves")
+    page.keyboard.press("2")
+    page.select_option("[name=right]", label="wrong")
+    assert count(page).startswith("0 of")
+    assert suspicious(page, "label absent") > 5
+    page.keyboard.press("j")
+    page.get_by_role("tab", name="Tokens").click()
+    page.get_by_role("radio", name="advantage").click()
+    colours = "toks => [...new Set(toks.map((tok) => tok.style.backgroundColor))]"
+    assert page.eval_on_selector_all(".tok:not(.of-prompt)", colours) == [""]  # a group of equals teaches nothing
+    page.get_by_role("tab", name="Conversation").click()
+    page.wait_for_selector(".part.model")
+    picture(page, "bug-reward")
+
+
+def test_cut_answers_are_seen(opened: Open, tmp_path: Path, picture):
+    page = opened(planted("answers_cut", tmp_path), "#samples")
+    total = int(count(page).split(" of ")[1].split()[0])
+    assert suspicious(page, "no end") > 0.9 * total
+    page.keyboard.press("j")
+    page.wait_for_selector(".part.model")
+    assert not page.locator(".part.model >> nth=-1").inner_text().rstrip().endswith(">")
+    assert "completed" in page.inner_text(".sample-head")
+    picture(page, "bug-cut")
 
 
 # Hostile text
