@@ -9,6 +9,7 @@ import gzip
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -125,7 +126,8 @@ def test_fifty_thousand_samples_show_their_first_row_at_once(large: Path, opened
 def test_fifty_thousand_samples_are_filtered_and_sorted_at_once(large: Path, opened: Open, capsys):
     page = opened(large, "#samples")
     steps = [("right", "1"), ("reward-low", "0.5"), ("step-low", "50"), ("tools", "used"), ("right", "0")]
-    times = [set_filter(page, name, value) for name, value in (*steps, ("right", ""))]
+    # The median of three: other processes may have the core for a moment.
+    times = [median(set_filter(page, name, value) for _ in range(3)) for name, value in (*steps, ("right", ""))]
     assert count(page).endswith("of 50,176 samples") and not count(page).startswith("50,176")
     set_filter(page, "reward-low", "")
     sort = page.evaluate(
@@ -309,7 +311,7 @@ def test_a_learned_tool_output_is_seen(opened: Open, tmp_path: Path, picture):
 
 def test_a_reward_that_is_always_right_is_seen(opened: Open, tmp_path: Path, picture):
     page = opened(planted("always_right", tmp_path))
-    assert page.locator(".chart", has_text="Accuracy").locator(".values").inner_text().startswith("accuracy 1")
+    assert page.locator(".chart", has_text="Accuracy").locator(".values").inner_text().endswith("rollout/accuracy 1")
     picture(page, "bug-reward-curves")
     page.keyboard.press("2")
     page.select_option("[name=right]", label="wrong")
@@ -331,7 +333,7 @@ def test_cut_answers_are_seen(opened: Open, tmp_path: Path, picture):
     assert suspicious(page, "no end") > 0.9 * total
     page.keyboard.press("j")
     page.wait_for_selector(".part.model")
-    assert not page.locator(".part.model >> nth=-1").inner_text().rstrip().endswith(">")
+    assert not page.locator(".part >> nth=-1").inner_text().rstrip().endswith(">")
     assert "completed" in page.inner_text(".sample-head")
     picture(page, "bug-cut")
 
