@@ -80,7 +80,8 @@ def picture(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
         if folder is not None:
             path = folder / f"viewer-{name}.png"
             page.screenshot(path=path)
-            Image.open(path).convert("RGB").quantize(160, dither=Image.Dither.NONE).save(path, optimize=True)
+            colours = Image.open(path).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+            colours.save(path, optimize=True)
             assert path.stat().st_size < PICTURE_BYTES, f"{path} has {path.stat().st_size} bytes"
 
     return save
@@ -306,6 +307,7 @@ def test_a_learned_tool_output_is_seen(opened: Open, tmp_path: Path, picture):
     page.get_by_role("button", name="worst difference").click()
     assert "engine 0 · trainer -" in page.inner_text(".info")
     page.get_by_role("radio", name="difference").click()
+    page.locator(".tok >> nth=-1").scroll_into_view_if_needed()
     picture(page, "bug-tool-output")
 
 
@@ -335,6 +337,7 @@ def test_cut_answers_are_seen(opened: Open, tmp_path: Path, picture):
     page.wait_for_selector(".part.model")
     assert not page.locator(".part >> nth=-1").inner_text().rstrip().endswith(">")
     assert "completed" in page.inner_text(".sample-head")
+    page.locator(".part >> nth=-1").scroll_into_view_if_needed()
     picture(page, "bug-cut")
 
 
