@@ -16,18 +16,19 @@ export OMP_NUM_THREADS ?= 1
 # Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
 export RAY_worker_niceness ?= 0
 
-.PHONY: help install test test-browser screenshots lint quickstart quickstart-short recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
+.PHONY: help install test test-browser screenshots lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
 	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
+	@echo "make minimal           the RL loop on one page, examples/minimal/rl_loop.py, with a tiny model (SEED=1)"
 	@echo "make compare-short     two RL algorithms in a few steps from one SFT checkpoint"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint, types and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
 	@echo "make test-browser      the viewer's page in a real Chromium (needs the extra \"browser\" and a chromium)"
 	@echo "make screenshots       the same, and its pictures into docs/images"
 	@echo "make install           only the environment in $(VENV)"
-	@echo "make lock              resolve requirements/cpu.in into requirements/cpu.lock (needs uv)"
+	@echo "make lock              resolve requirements/cpu.in and setup.py into the locks of CPU and GPU hosts (needs uv)"
 
 install: $(STAMP)
 
@@ -59,6 +60,9 @@ quickstart: $(STAMP)
 quickstart-short: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED) --short --output-dir outputs/quickstart-short
 
+minimal: $(STAMP)
+	$(PY) -W ignore examples/minimal/rl_loop.py --seed $(SEED)
+
 compare-short: $(STAMP)
 	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms gspo ppo \
 	  --output-dir outputs/compare-short
@@ -75,6 +79,7 @@ lock:
 	uv pip compile --universal --python-version 3.10 --no-annotate --no-header requirements/cpu.in \
 	  -o requirements/cpu.lock
 	echo 'sglang==0.5.15.post1' >> requirements/cpu.lock
+	uv pip compile --python-version 3.12 --no-annotate --no-header --extra gpu setup.py -o requirements/gpu.lock
 
 clean:
 	rm -rf .venv outputs build *.egg-info

@@ -25,6 +25,7 @@ REQUIRES = [
     "numpy",
     "math-verify",
     "matplotlib",
+    "jsonschema",
     "sglang-router==0.3.2",
 ]
 EXTRAS = {

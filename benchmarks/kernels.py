@@ -19,6 +19,7 @@ benchmarks/train_step.py.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import random
 import statistics
@@ -143,17 +144,17 @@ def elementwise(args: argparse.Namespace) -> list[Row]:
 
 def attention_kernels(args: argparse.Namespace) -> dict[str, Callable[..., Tensor]]:
     """Kernels of (query, key, value, ends, longest); those that this host cannot run are left out."""
-    from megatron_bridge.attention import _flash_attn_4, _varlen_attn
+    from megatron_bridge.attention import packed_attention
 
     if args.device == "cpu":
         return {"SDPA for each sequence": reference_attention}
-    kernels: dict[str, Callable[..., Tensor]] = {
-        "varlen_attn": lambda q, k, v, ends, longest: _varlen_attn(q, k, v, ends, ends, longest, longest, None)
-    }
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, *, flash: bool = False) -> Tensor:
+        return packed_attention(q, k, v, ends, ends, longest, longest, None, with_flash_attn_4=flash)
+
+    kernels: dict[str, Callable[..., Tensor]] = {"varlen_attn": packed}
     if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
-        kernels["flash-attn-4"] = lambda q, k, v, ends, longest: _flash_attn_4(
-            q, k, v, ends, ends, longest, longest, None
-        )
+        kernels["flash-attn-4"] = functools.partial(packed, flash=True)
     if importlib.util.find_spec("transformer_engine"):
         from transformer_engine.pytorch import DotProductAttention
 

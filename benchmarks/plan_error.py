@@ -46,7 +46,7 @@ from benchmarks.shapes import ROOT
 from benchmarks.train_step import Case, make_samples, trainer_flags
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.arithmetic.cards import CARDS, Card, card_of_device
-from slime_retool.commands.plan.memory import trainer_memory
+from slime_retool.commands.plan.memory import trainer_memories
 from slime_retool.commands.plan.timing import train_seconds
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import parse_config
@@ -110,10 +110,18 @@ def predict(case: Case, card: Card) -> tuple[float, float]:
     assert config.vocab_size is not None
     steps = [make_samples(case, config.vocab_size, seed=SEED + WARMUP + index) for index in range(STEPS)]
     samples = [sample for step in steps for sample in step]
-    whole = Workload.from_lengths([s.length for s in samples], sum(s.num_loss_tokens for s in samples))
-    config = replace(config, rollout_batch_size=round(len(samples) / STEPS))
-    workload = replace(whole, samples=config.rollout_batch_size)
-    memory = trainer_memory(config, workload)
+    lengths = [sample.length for sample in samples]
+    tokens, count = sum(lengths), round(len(samples) / STEPS)
+    config = replace(config, rollout_batch_size=count)
+    workload = Workload(
+        samples=count,
+        mean_prompt=0.0,
+        mean_response=tokens / len(samples),
+        longest=max(lengths),
+        attended=sum(n * n for n in lengths) / tokens,
+        learned=sum(sample.num_loss_tokens for sample in samples) / tokens,
+    )
+    memory, _ = trainer_memories(config, workload)
     return memory.allocated / GIB, train_seconds(config, card, workload)
 
 

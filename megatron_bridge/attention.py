@@ -112,15 +112,32 @@ class HeadNorm(torch.nn.Module):
     """The weight of a norm that `PackedSelfAttention` applies.
 
     It is called for its weight, as a module: Megatron's overlapped parameter gather waits in a hook of the call.
+    The weight is replicated over tensor-parallel ranks. With sequence parallelism each rank sees a part of the tokens,
+    so it is marked for Megatron's all-reduce of such gradients (`finalize_model_grads`).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
-        self.weight = _norm_weight(config, hidden_size)
+        self.eps = eps
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self) -> Tensor:
         """[d]."""
         return self.weight
+
+
+class RMSNorm(HeadNorm):
+    """RMSNorm of the last dimension, https://arxiv.org/abs/1910.07467."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """[..., d] -> [..., d]."""
+        if not x.is_cuda:
+            return rms_norm(x, self.weight, self.eps)
+        rows = x.reshape(-1, x.shape[-1])
+        mark_any_length(rows)
+        return compiled(rms_norm)(rows, self.weight, self.eps).view(x.shape)
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -183,8 +200,11 @@ class PackedCoreAttention(torch.nn.Module):
             longest = longest_k = int(packed_seq_params.max_seqlen_q)
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             key, value = key.contiguous(), value.contiguous()
-            kernel = _flash_attn_4 if self.with_flash_attn_4 else _varlen_attn
-            return kernel(query, key, value, cu_seqlens, cu_seqlens_k, longest, longest_k, self.scale).flatten(1)
+            out = packed_attention(
+                query, key, value, cu_seqlens, cu_seqlens_k, longest, longest_k, self.scale,
+                with_flash_attn_4=self.with_flash_attn_4,
+            )  # fmt: skip
+            return out.flatten(1)
         lengths, lengths_k = (ends.diff().tolist() for ends in (cu_seqlens, cu_seqlens_k))
         parts = [
             self._sdpa(q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])[0].transpose(0, 1)
@@ -205,22 +225,15 @@ class PackedCoreAttention(torch.nn.Module):
         )  # fmt: skip
 
 
-# Packed kernels, causal within each sequence, the last query aligned with the last key: query [T, h, d] -> [T, h, d].
-
-
-def _varlen_attn(
+def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
-    scale: float | None,
+    scale: float | None, *, with_flash_attn_4: bool,
 ) -> Tensor:  # fmt: skip
-    out = varlen_attn(query, key, value, ends, ends_k, longest, longest_k, scale=scale, window_size=(-1, 0))
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _flash_attn_4(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
-    scale: float | None,
-) -> Tensor:  # fmt: skip
+    """Causal within each sequence, the last query aligned with the last key: query [T, h, d] -> [T, h, d]."""
+    if not with_flash_attn_4:
+        out = varlen_attn(query, key, value, ends, ends_k, longest, longest_k, scale=scale, window_size=(-1, 0))
+        assert isinstance(out, Tensor)
+        return out
     from flash_attn.cute import flash_attn_varlen_func
 
     out, _ = flash_attn_varlen_func(
@@ -228,32 +241,3 @@ def _flash_attn_4(
         softmax_scale=scale, causal=True,
     )  # fmt: skip
     return out
-
-
-def _norm_weight(config: TransformerConfig, width: int) -> torch.nn.Parameter:
-    """Ones [width]: replicated over tensor-parallel ranks.
-
-    With sequence parallelism each rank sees a part of the tokens, so the weight is marked for Megatron's all-reduce of
-    such gradients (`finalize_model_grads`).
-    """
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype, device=device))
-    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return weight
-
-
-class RMSNorm(torch.nn.Module):
-    """RMSNorm of the last dimension, https://arxiv.org/abs/1910.07467."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = _norm_weight(config, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
-        if not x.is_cuda:
-            return rms_norm(x, self.weight, self.eps)
-        rows = x.reshape(-1, x.shape[-1])
-        mark_any_length(rows)
-        return compiled(rms_norm)(rows, self.weight, self.eps).view(x.shape)

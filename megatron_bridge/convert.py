@@ -19,11 +19,13 @@ from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read
 from megatron_bridge.layout import from_hf, hf_shapes, megatron_shape, to_hf
 from megatron_bridge.lora_checkpoint import open_weights
 from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, required
-from megatron_bridge.names import EMBEDDING, OUTPUT_LAYER, find_parameter, hf_names, megatron_names
+from megatron_bridge.names import EMBEDDING, OUTPUT_LAYER, VOCABULARY, find_parameter, hf_names, megatron_names
 from megatron_bridge.read_ahead import ReadAhead
 from megatron_bridge.safetensors_io import INDEX_FILE, SafetensorsCheckpoint, TensorEntry, rewrite_file
 from megatron_bridge.torch_dist_io import TorchDistReader, write_torch_dist
 
+(EMBEDDING_HF,), (OUTPUT_LAYER_HF,) = EMBEDDING.hf, OUTPUT_LAYER.hf
+"""HF names of the embedding and the output layer; a checkpoint with tied embeddings may hold both or one."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -97,7 +99,7 @@ def convert_torch_dist_to_hf(
     reader = open_weights(input_dir, base_dir)
     _check_torch_dist(reader, model, names)
     sources = {hf_name: name for name in names for hf_name in hf_names(name, model)}
-    sources.setdefault(OUTPUT_LAYER.hf[0], EMBEDDING.megatron)  # a tied checkpoint may hold the head as well
+    sources.setdefault(OUTPUT_LAYER_HF, EMBEDDING.megatron)  # a tied checkpoint may hold the head as well
 
     # Neighbours in a file (query, key, value; gate, up) come from one Megatron tensor.
     @functools.lru_cache(maxsize=4)
@@ -115,8 +117,7 @@ def convert_torch_dist_to_hf(
                 if _is_buffer(hf_name):
                     return hf.read(hf_name)
                 tensors = hf_tensors(sources[hf_name])
-                tied_head = hf_name not in tensors
-                value = tensors[EMBEDDING.hf[0] if tied_head else hf_name]
+                value = tensors[hf_name if hf_name in tensors else EMBEDDING_HF]
                 return value.to(hf.entries[hf_name].dtype).contiguous()
 
             with ReadAhead(value_of, list(hf.entries)) as values:
@@ -186,15 +187,14 @@ def _check_hf_tensors(hf: SafetensorsCheckpoint, model: ModelArgs, names: list[s
             found = hf.entries[hf_name].shape
             raise ValueError(f"{hf.directory}: {hf_name} has shape {list(found)}, config.json implies {list(shape)}")
     extra = [hf_name for hf_name in hf.entries if hf_name not in expected and not _is_buffer(hf_name)]
-    head = OUTPUT_LAYER.hf[0]
-    if head in extra:
+    if OUTPUT_LAYER_HF in extra:
         # tie_word_embeddings is true here, else the head would be expected
-        if not torch.equal(hf.read(head), hf.read(EMBEDDING.hf[0])):
+        if not torch.equal(hf.read(OUTPUT_LAYER_HF), hf.read(EMBEDDING_HF)):
             raise ValueError(
-                f"{hf.directory}: config.json ties the embeddings, but {head} differs from {EMBEDDING.hf[0]}: "
+                f"{hf.directory}: config.json ties the embeddings, but {OUTPUT_LAYER_HF} differs from {EMBEDDING_HF}: "
                 "set tie_word_embeddings to false and add --untie-embeddings-and-output-weights"
             )
-        extra.remove(head)
+        extra.remove(OUTPUT_LAYER_HF)
     if extra:
         raise ValueError(f"{hf.directory} has tensors that no parameter takes: {', '.join(extra[:3])} ({len(extra)})")
 
@@ -212,7 +212,7 @@ def _check_torch_dist(reader: TorchDistReader, model: ModelArgs, names: list[str
         )
     for name in names:
         found, wanted = reader.shape(name), megatron_shape(name, model)
-        vocabulary = find_parameter(name, model) in (EMBEDDING, OUTPUT_LAYER)
+        vocabulary = find_parameter(name, model).kind == VOCABULARY
         fits = found[0] >= required(model, "vocab_size") and found[1:] == wanted[1:] if vocabulary else found == wanted
         if not fits:
             raise ValueError(

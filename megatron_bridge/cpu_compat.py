@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,48 +23,21 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 _CPU = torch.device("cpu")
 
 
-class CpuStream:
+class CpuStream(torch.cpu.Stream):
     """A stream that is always up to date: CPU work is done when the call returns."""
-
-    cuda_stream = 0
-    device = _CPU
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
     def synchronize(self) -> None: ...
 
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        return event if event is not None else CpuEvent()
-
-    def __enter__(self) -> CpuStream:
-        return self
-
-    def __exit__(self, *exc: Any) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or CpuEvent()
 
 
-class CpuEvent:
+class CpuEvent(torch.cpu.Event):
     """An event that has always happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end_event: Any) -> float:
-        return 0.0
 
 
 class CudaMeansCpu(TorchFunctionMode):
@@ -83,9 +55,7 @@ class CudaMeansCpu(TorchFunctionMode):
 
 
 def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 def install_cpu_compat() -> None:
@@ -106,36 +76,23 @@ def install_cpu_compat() -> None:
 
 def _replace_cuda_calls() -> None:
     stream = CpuStream()
-
-    @contextlib.contextmanager
-    def use_stream(_: Any) -> Iterator[None]:
-        yield
-
-    def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-        torch.set_rng_state(new_state)
-
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
-
     replacements: dict[str, Any] = {
         "current_device": lambda: _CPU,
-        "set_device": nothing,
-        "synchronize": nothing,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
         "Stream": CpuStream,
         "Event": CpuEvent,
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
-        "stream": use_stream,
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
+        "stream": contextlib.nullcontext,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
         "manual_seed": torch.random.default_generator.manual_seed,
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
-    torch.cuda.random.get_rng_state = get_rng_state
-    torch.cuda.random.set_rng_state = set_rng_state
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
 
 
 def _replace_collectives() -> None:
@@ -187,7 +144,4 @@ def _replace_megatron_parts() -> None:
 
     from megatron.core.tensor_parallel import random as megatron_random
 
-    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(new_state)
-
-    megatron_random._set_cuda_rng_state = set_state
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

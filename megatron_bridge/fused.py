@@ -34,7 +34,9 @@ def split_norm_rotate(
     if mixed.is_cuda:
         width = mixed.shape[-1]
         if cos.shape[-1] * 2 == width and width & (width - 1) == 0:
-            return _SplitNormRotate.apply(mixed, q_weight, k_weight, cos, sin, eps)
+            from megatron_bridge.fused_triton import SplitNormRotate
+
+            return SplitNormRotate.apply(mixed, q_weight, k_weight, cos, sin, eps)
         mark_any_length(mixed, cos, sin)
         return compiled(_split_norm_rotate)(mixed, q_weight, k_weight, cos, sin, eps)
     return _split_norm_rotate(mixed, q_weight, k_weight, cos, sin, eps)
@@ -43,7 +45,9 @@ def split_norm_rotate(
 def swiglu(x: Tensor) -> Tensor:
     """[..., 2 F] -> [..., F]: silu of the first half times the second, https://arxiv.org/abs/2002.05202."""
     if x.is_cuda:
-        return _SwiGLU.apply(x)
+        from megatron_bridge.fused_triton import SwiGLU
+
+        return SwiGLU.apply(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -73,44 +77,6 @@ def _split_norm_rotate(
         query, key = rms_norm(query, q_weight, eps), rms_norm(key, k_weight, eps)
     query, key = (_rotate(x, cos, sin).to(mixed.dtype) for x in (query, key))
     return query.reshape(rows, -1, width), key.reshape(rows, groups, width), value.reshape(rows, groups, width)
-
-
-class _SplitNormRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, mixed: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from megatron_bridge.fused_triton import split_norm_rotate_forward
-
-        ctx.save_for_backward(mixed, q_weight, k_weight, cos, sin)
-        ctx.eps = eps
-        return split_norm_rotate_forward(mixed, q_weight, k_weight, cos, sin, eps)
-
-    @staticmethod
-    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, ...]:
-        from megatron_bridge.fused_triton import split_norm_rotate_backward
-
-        mixed, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        grads = split_norm_rotate_backward(
-            mixed, q_weight, k_weight, cos, sin, ctx.eps, grad_query, grad_key, grad_value
-        )
-        return *grads, None, None, None
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        from megatron_bridge.fused_triton import swiglu_forward
-
-        ctx.save_for_backward(x)
-        return swiglu_forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        from megatron_bridge.fused_triton import swiglu_backward
-
-        (x,) = ctx.saved_tensors
-        return swiglu_backward(x, grad)
 
 
 @functools.cache

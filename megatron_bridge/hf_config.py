@@ -38,7 +38,7 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
     heads, hidden = _need(config, "num_attention_heads"), _need(config, "hidden_size")
     # transformers' own defaults where the key may be left out
     groups = config.get("num_key_value_heads") or heads
-    kv_channels = config.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)
+    kv_channels = config.get("head_dim") or family.head_dim or hidden // heads
     experts = _expert_args(config) if family.experts else {}
     return ModelArgs(
         num_layers=_need(config, "num_hidden_layers"),
@@ -107,9 +107,7 @@ def check_against_hf(model: ModelArgs, config: HfConfig) -> None:
     """
     wanted = model_args_from_hf(config)
     check_model(wanted)
-    differences = _differing_numbers(model, wanted, _SIZES)
-    if not differences:
-        differences += _differing_widths(model, wanted)
+    differences = _differing_numbers(model, wanted, _SIZES) or _differing_widths(model, wanted)
     numbers = dict(_NUMBERS)
     if model.max_position_embeddings is not None:
         numbers["max_position_embeddings"] = "max_position_embeddings"
@@ -142,12 +140,11 @@ def check_against_hf(model: ModelArgs, config: HfConfig) -> None:
 
 
 def _differing_numbers(model: ModelArgs, wanted: ModelArgs, keys: dict[str, str]) -> list[str]:
-    found = []
-    for name, key in keys.items():
-        given, value = model.__dict__[name], wanted.__dict__[name]
-        if given != value:
-            found.append(_difference(option_name(name), given, key, value))
-    return found
+    return [
+        _difference(option_name(name), model.__dict__[name], key, wanted.__dict__[name])
+        for name, key in keys.items()
+        if model.__dict__[name] != wanted.__dict__[name]
+    ]
 
 
 def _difference(flag: str, given: Any, key: str, value: Any) -> str:
@@ -187,10 +184,7 @@ def _whole(value: float) -> int:
 
 def _rope_parameters(config: HfConfig) -> dict[str, Any]:
     """rope_type, rope_theta and scaling values, from `rope_parameters` (transformers 5) or the older two keys."""
-    rope = dict(config.get("rope_parameters") or {})
-    scaling = config.get("rope_scaling") or {}
-    if not rope:
-        rope = dict(scaling)
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if rope["rope_type"] not in ("default", "llama3"):
@@ -209,25 +203,22 @@ def _rope_parameters(config: HfConfig) -> dict[str, Any]:
 
 
 def _refuse_unsupported(config: HfConfig, model_type: str) -> None:
-    def refuse(key: str, reason: str) -> None:
-        raise ValueError(f"config.json's {key} {config[key]!r} is not supported: {reason}")
-
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        refuse("hidden_act", "only silu is")
-    if config.get("use_sliding_window"):
-        refuse("use_sliding_window", "only full attention is")
-    if any(kind != "full_attention" for kind in config.get("layer_types") or []):
-        refuse("layer_types", "only full_attention is")
-    if config.get("attention_bias"):
-        refuse("attention_bias", f"{model_type} checkpoints with it have biases that the bridge has no place for")
-    if config.get("mlp_bias"):
-        refuse("mlp_bias", "only MLPs without biases are")
-    if config.get("rope_interleaved"):
-        refuse("rope_interleaved", "only the half-split rotary layout is")
-    if config.get("attention_dropout"):
-        refuse("attention_dropout", "only models without dropout are")
-    partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ValueError(f"config.json's partial_rotary_factor {partial} is not supported: only 1.0 is")
+    biases = f"{model_type} checkpoints with it have biases that the bridge has no place for"
+    partial = any(kind != "full_attention" for kind in config.get("layer_types") or [])
+    refused = {
+        "hidden_act": (config.get("hidden_act", "silu") not in ("silu", "swish"), "only silu is"),
+        "use_sliding_window": (config.get("use_sliding_window"), "only full attention is"),
+        "layer_types": (partial, "only full_attention is"),
+        "attention_bias": (config.get("attention_bias"), biases),
+        "mlp_bias": (config.get("mlp_bias"), "only MLPs without biases are"),
+        "rope_interleaved": (config.get("rope_interleaved"), "only the half-split rotary layout is"),
+        "attention_dropout": (config.get("attention_dropout"), "only models without dropout are"),
+    }
+    for key, (found, reason) in refused.items():
+        if found:
+            raise ValueError(f"config.json's {key} {config[key]!r} is not supported: {reason}")
+    rotated = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotated not in (None, 1, 1.0):
+        raise ValueError(f"config.json's partial_rotary_factor {rotated} is not supported: only 1.0 is")
     if config.get("quantization_config"):
         raise ValueError("config.json has a quantization_config: convert an unquantised checkpoint")

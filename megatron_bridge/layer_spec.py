@@ -92,14 +92,12 @@ def block_spec(config: Any, *, with_experts: Sequence[bool], transformer_impl: s
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = (
             HeadNorm if config.qk_layernorm else IdentityOp
         )
-    norm = RMSNorm if local else _te_norm()
+    norm: Any = RMSNorm
+    if not local:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in experts], layer_norm=norm)
-
-
-def _te_norm() -> Any:
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm
 
 
 def _te_layer(config: Any, experts: bool) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.model_config import ModelArgs, head_dim, padded_vocab_size, query_groups, required
-from megatron_bridge.names import GATED, OUTPUT_LAYER, QKV, VOCABULARY, Parameter, find_parameter, hf_names
+from megatron_bridge.names import GATED, OUTPUT_LAYER, QKV, VOCABULARY, find_parameter, hf_names
 
 
 def to_hf(name: str, full: Tensor, model: ModelArgs) -> list[tuple[str, Tensor]]:
@@ -28,7 +28,14 @@ def to_hf(name: str, full: Tensor, model: ModelArgs) -> list[tuple[str, Tensor]]
     parameter = find_parameter(name, model)
     if parameter == OUTPUT_LAYER and not model.untie_embeddings_and_output_weights:
         return []
-    return list(zip(hf_names(name, model), _split(parameter, full, model), strict=True))
+    parts: Sequence[Tensor] = [full]
+    if parameter.kind == QKV:
+        parts = split_qkv(full, model)
+    elif parameter.kind == GATED:
+        parts = full.chunk(2)
+    elif parameter.kind == VOCABULARY:
+        parts = [full[: required(model, "vocab_size")]]
+    return list(zip(hf_names(name, model), parts, strict=True))
 
 
 def from_hf(name: str, hf: Mapping[str, Tensor], model: ModelArgs, tp: int = 1) -> Tensor:
@@ -83,44 +90,22 @@ def pad_vocabulary(weight: Tensor, rows: int) -> Tensor:
 def megatron_shape(name: str, model: ModelArgs, tp: int = 1) -> tuple[int, ...]:
     """Shape of the full Megatron tensor."""
     shapes = list(hf_shapes(name, model).values())
-    if find_parameter(name, model).kind == VOCABULARY:
-        return (padded_vocab_size(model, tp), *shapes[0][1:])
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    vocabulary = find_parameter(name, model).kind == VOCABULARY
+    rows = padded_vocab_size(model, tp) if vocabulary else sum(shape[0] for shape in shapes)
+    return (rows, *shapes[0][1:])
 
 
 def hf_shapes(name: str, model: ModelArgs) -> dict[str, tuple[int, ...]]:
     """{HF name: shape} of the tensors that a Megatron parameter holds."""
     parameter = find_parameter(name, model)
-    hidden, width = required(model, "hidden_size"), head_dim(model)
-    ffn = required(model, "ffn_hidden_size" if parameter.expert is None else "moe_ffn_hidden_size")
-    query, kv = required(model, "num_attention_heads") * width, query_groups(model) * width
-    copied = {
-        "self_attention.linear_proj.weight": (hidden, query),
-        "mlp.linear_fc2.weight": (hidden, ffn),
-        "mlp.router.weight": (model.num_experts or 0, hidden),
-        "self_attention.q_layernorm.weight": (width,),
-        "self_attention.k_layernorm.weight": (width,),
+    sizes = {
+        "vocabulary": required(model, "vocab_size"),
+        "hidden": required(model, "hidden_size"),
+        "query": required(model, "num_attention_heads") * head_dim(model),
+        "kv": query_groups(model) * head_dim(model),
+        "head": head_dim(model),
+        "ffn": required(model, "ffn_hidden_size" if parameter.expert is None else "moe_ffn_hidden_size"),
+        "experts": model.num_experts or 0,
     }
-    shapes: list[tuple[int, ...]]
-    if parameter.kind == VOCABULARY:
-        shapes = [(required(model, "vocab_size"), hidden)]
-    elif parameter.kind == GATED:
-        shapes = [(ffn, hidden)] * 2
-    elif parameter.kind == QKV:
-        tail = () if parameter.megatron.endswith("bias") else (hidden,)
-        shapes = [(rows, *tail) for rows in (query, kv, kv)]
-    elif parameter.expert is not None:
-        shapes = [(hidden, ffn)]
-    else:
-        shapes = [copied.get(parameter.megatron, (hidden,))]
+    shapes = [tuple(sizes[axis] for axis in axes.split()) for axes in parameter.hf.values()]
     return dict(zip(hf_names(name, model), shapes, strict=True))
-
-
-def _split(parameter: Parameter, full: Tensor, model: ModelArgs) -> Sequence[Tensor]:
-    if parameter.kind == QKV:
-        return split_qkv(full, model)
-    if parameter.kind == GATED:
-        return full.chunk(2)
-    if parameter.kind == VOCABULARY:
-        return [full[: required(model, "vocab_size")]]
-    return [full]

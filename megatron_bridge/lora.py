@@ -141,6 +141,7 @@ def _want_gradient(module: Any, args: Any, output: Tensor) -> Tensor:
 
 def _adapt(linear: Any, name: str, target: str, spec: LoraSpec, seed: int) -> None:
     from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
     tp, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     weight = linear.weight
@@ -157,23 +158,16 @@ def _adapt(linear: Any, name: str, target: str, spec: LoraSpec, seed: int) -> No
     linear.lora_axes = {LORA_A: None, LORA_B: len(shape) - 2} if column else {LORA_A: 1, LORA_B: None}
     for key, parameter in parameters.items():
         linear.register_parameter(key, parameter)
-        _mark(parameter, linear.lora_axes[key], linear.config.sequence_parallel)
+        # What Megatron's gradient reduction and the gradient norm look at.
+        if (axis := linear.lora_axes[key]) is not None:
+            set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+        else:
+            parameter.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]
     linear.lora_scale, linear.lora_enabled = spec.scale, True
-    fused_norm = "layer_norm_weight" in linear._parameters
-    if fused_norm:
+    if "layer_norm_weight" in linear._parameters:  # a fused norm
         linear.return_layernorm_output = True
     cls: type = type(linear)
     linear.__class__ = _with_adapter(cls, column)
-
-
-def _mark(parameter: Any, axis: int | None, sequence_parallel: bool) -> None:
-    """What Megatron's gradient reduction and the gradient norm look at."""
-    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-
-    if axis is not None:
-        set_tensor_model_parallel_attributes(parameter, True, axis, 1)
-    else:
-        parameter.sequence_parallel = sequence_parallel
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_bridge.flags import flag
+from megatron_bridge.flags import changed, flag, option_name
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def required(model: ModelArgs, field: str) -> int:
     """The field's value; ValueError when the flag was not given."""
     value = model.__dict__[field]
     if value is None:
-        raise ValueError(f"--{field.replace('_', '-')} is missing: source a file of scripts/models/")
+        raise ValueError(f"{option_name(field)} is missing: source a file of scripts/models/")
     return value
 
 
@@ -138,11 +138,9 @@ def check_model(model: ModelArgs) -> None:
 
 def _check_experts(model: ModelArgs) -> None:
     if model.num_experts is None:
-        given = [name for name in ("moe_router_topk", "moe_ffn_hidden_size") if model.__dict__[name] is not None]
-        if model.moe_router_pre_softmax or model.moe_layer_freq != "1":
-            given.append("moe_router_pre_softmax" if model.moe_router_pre_softmax else "moe_layer_freq")
-        if given:
-            raise ValueError(f"--{given[0].replace('_', '-')} needs --num-experts: the model has no experts without it")
+        names = ("moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax", "moe_layer_freq")
+        if given := changed(model, names):
+            raise ValueError(f"{option_name(given[0])} needs --num-experts: the model has no experts without it")
         return
     topk = required(model, "moe_router_topk")
     if model.num_experts < 2 or not 1 <= topk <= model.num_experts:
@@ -180,17 +178,16 @@ def check_expert_parallel(model: ModelArgs, ep: int, etp: int) -> None:
             if size != 1:
                 raise ValueError(f"--expert-{name}-parallel-size {size}: the model has no experts; use 1")
         return
-    if model.num_experts % ep:
-        raise ValueError(
-            f"--expert-model-parallel-size {ep} must divide the model's {model.num_experts} experts; "
-            f"use {nearest_divisor(model.num_experts, ep)}"
-        )
     ffn = required(model, "moe_ffn_hidden_size")
-    if ffn % etp:
-        raise ValueError(
-            f"--expert-tensor-parallel-size {etp} must divide the experts' inner width ({ffn}); "
-            f"use {nearest_divisor(ffn, etp)}"
-        )
+    divided = (
+        ("model", ep, model.num_experts, f"the model's {model.num_experts} experts"),
+        ("tensor", etp, ffn, f"the experts' inner width ({ffn})"),
+    )
+    for name, size, total, what in divided:
+        if total % size:
+            raise ValueError(
+                f"--expert-{name}-parallel-size {size} must divide {what}; use {nearest_divisor(total, size)}"
+            )
 
 
 def check_pipeline(num_layers: int, pp: int, *, first: int | None = None, last: int | None = None) -> None:

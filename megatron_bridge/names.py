@@ -32,12 +32,14 @@ VOCABULARY = "vocabulary"
 class Parameter:
     """One Megatron parameter, the HF tensors it holds, and how both are laid out.
 
+    hf: {name: axes}, each axis named by its size: `hidden`, `query` and `kv` (all heads), `head` (one), `ffn` (of an
+    expert in an expert), `experts`, `vocabulary`.
     tp_axis: the dimension that tensor parallelism splits (expert tensor parallelism in an expert), None for a
     replicated parameter. A GATED parameter's shard is [gate shard; up shard].
     """
 
     megatron: str
-    hf: tuple[str, ...]
+    hf: dict[str, str]
     kind: str = COPY
     tp_axis: int | None = None
     expert: int | None = None
@@ -45,80 +47,87 @@ class Parameter:
 
     def of_expert(self, expert: int) -> Parameter:
         """The parameter of one expert, from a table entry with the place-holder EXPERT in its names."""
-        hf = tuple(name.replace(EXPERT, str(expert)) for name in self.hf)
+        hf = {name.replace(EXPERT, str(expert)): axes for name, axes in self.hf.items()}
         return Parameter(self.megatron.replace(EXPERT, str(expert)), hf, self.kind, self.tp_axis, expert)
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: what it adds to the parameters of its parent, and the flags that go with it."""
+    """A model family: the parameters of its layers but for the MLP, and the flags that go with it."""
 
     model_type: str
-    parent: Family | None = None
-    layer: tuple[Parameter, ...] = ()
+    layer: tuple[Parameter, ...]
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     experts: bool = False
+    head_dim: int | None = None
+    """Where config.json does not say; None: hidden size / heads."""
 
     def layer_parameters(self, num_experts: int = 0) -> tuple[Parameter, ...]:
         """Parameters of one transformer layer; `num_experts` 0 is a layer with a dense MLP."""
         if not num_experts:
-            return self._attention_parameters() + DENSE_MLP
+            return self.layer + DENSE_MLP
         experts = (entry.of_expert(expert) for expert in range(num_experts) for entry in EXPERT_MLP)
-        return (*self._attention_parameters(), *MOE_LAYER, *experts)
-
-    def _attention_parameters(self) -> tuple[Parameter, ...]:
-        return (self.parent._attention_parameters() if self.parent else ()) + self.layer
+        return (*self.layer, *MOE_LAYER, *experts)
 
 
 EXPERT = "{expert}"
 
 DENSE_MLP = (
-    Parameter("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
-    Parameter("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GATED, 0),
-    Parameter("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), COPY, 1),
+    Parameter("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "hidden"}),
+    Parameter(
+        "mlp.linear_fc1.weight", {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"}, GATED, 0
+    ),
+    Parameter("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, COPY, 1),
 )
 MOE_LAYER = (
-    Parameter("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
-    Parameter("mlp.router.weight", ("mlp.gate.weight",)),
+    Parameter("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}),
+    Parameter("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}),
 )
-EXPERT_MLP = (
+EXPERT_MLP = tuple(
     Parameter(
-        "mlp.experts.experts.{expert}.linear_fc1.weight",
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
-        GATED,
-        0,
-    ),
-    Parameter("mlp.experts.experts.{expert}.linear_fc2.weight", ("mlp.experts.{expert}.down_proj.weight",), COPY, 1),
+        f"mlp.experts.experts.{EXPERT}.{entry.megatron.removeprefix('mlp.')}",
+        {name.replace("mlp.", f"mlp.experts.{EXPERT}."): axes for name, axes in entry.hf.items()},
+        entry.kind,
+        entry.tp_axis,
+    )
+    for entry in DENSE_MLP[1:]
 )
+"""The dense MLP's matrices, for each expert."""
 
-EMBEDDING = Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY, 0)
-FINAL_NORM = Parameter("decoder.final_layernorm.weight", ("model.norm.weight",))
-OUTPUT_LAYER = Parameter("output_layer.weight", ("lm_head.weight",), VOCABULARY, 0)
+EMBEDDING = Parameter(
+    "embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocabulary hidden"}, VOCABULARY, 0
+)
+FINAL_NORM = Parameter("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"})
+OUTPUT_LAYER = Parameter("output_layer.weight", {"lm_head.weight": "vocabulary hidden"}, VOCABULARY, 0)
 TOP = (EMBEDDING, FINAL_NORM, OUTPUT_LAYER)
 """Parameters outside the layers."""
 
 LLAMA = Family(
     "llama",
     layer=(
-        Parameter("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
+        Parameter("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
         Parameter(
             "self_attention.linear_qkv.weight",
-            ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+            {
+                "self_attn.q_proj.weight": "query hidden",
+                "self_attn.k_proj.weight": "kv hidden",
+                "self_attn.v_proj.weight": "kv hidden",
+            },
             QKV,
             0,
         ),
-        Parameter("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), COPY, 1),
+        Parameter("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden query"}, COPY, 1),
     ),
 )
 
 QWEN2 = Family(
     "qwen2",
-    parent=LLAMA,
     layer=(
+        *LLAMA.layer,
         Parameter(
             "self_attention.linear_qkv.bias",
-            ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+            {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"},
             QKV,
             0,
         ),
@@ -128,15 +137,16 @@ QWEN2 = Family(
 
 QWEN3 = Family(
     "qwen3",
-    parent=LLAMA,
     layer=(
-        Parameter("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
-        Parameter("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
+        *LLAMA.layer,
+        Parameter("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}),
+        Parameter("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}),
     ),
     qk_layernorm=True,
+    head_dim=128,
 )
 
-QWEN3_MOE = Family("qwen3_moe", parent=QWEN3, qk_layernorm=True, experts=True)
+QWEN3_MOE = Family("qwen3_moe", QWEN3.layer, qk_layernorm=True, experts=True)
 
 FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config as serialization_config
 
 from megatron_bridge.direct_io import DirectWriter, read_tensor
 from megatron_bridge.model_config import ModelArgs, alike_layers, required
@@ -167,15 +167,9 @@ class _DirectFileSystem(FileSystem):
             yield stream
 
 
-@contextlib.contextmanager
-def no_checksums() -> Iterator[None]:
+def no_checksums() -> contextlib.AbstractContextManager[None]:
     """Leave out the CRC32 of each tensor's record: no reader of these files compares it, and it costs a pass."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
+    return serialization_config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]  # installed by torch
 
 
 class TorchDistReader:

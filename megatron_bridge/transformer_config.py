@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,10 +35,6 @@ def transformer_config(
     dtype: torch.dtype = torch.float32,
     decoder_first_pipeline_num_layers: int | None = None,
     decoder_last_pipeline_num_layers: int | None = None,
-    recompute_granularity: str | None = None,
-    recompute_method: str | None = None,
-    recompute_num_layers: int | None = None,
-    recompute_modules: Sequence[str] | None = None,
     transformer_impl: str = "auto",
     **overrides: Any,
 ) -> Any:
@@ -63,29 +58,8 @@ def transformer_config(
         sequence_parallel = False  # there is nothing to share out, and Megatron refuses the combination
     if model.num_experts is not None and tp > 1 and not sequence_parallel:
         raise ValueError(f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: add it")
-    layout = dict(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last,
-        sequence_parallel=sequence_parallel,
-        variable_seq_lengths=pp > 1,  # packed micro-batches differ in length
-        batch_p2p_sync=False,  # the host need not wait for what stages send; it was for races in an old torch
-        moe_token_dispatcher_type="alltoall",  # the default is refused beside the line above, even without experts
-        recompute_granularity=recompute_granularity,
-        recompute_method=recompute_method,
-        recompute_num_layers=recompute_num_layers,
-        recompute_modules=list(recompute_modules) if recompute_modules else None,
-    )
-    fields: dict[str, Any] = _model_fields(model) | layout | _computing_fields(dtype, impl)
-    if model.num_experts is not None:
-        fields |= _expert_fields(model, ep=ep, etp=etp, grouped=impl == "transformer_engine")
-    return TransformerConfig(**{**fields, **overrides})
-
-
-def _model_fields(model: ModelArgs) -> dict[str, Any]:
-    return dict(
+    on_gpu = torch.cuda.is_available()
+    fields: dict[str, Any] = dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -101,17 +75,18 @@ def _model_fields(model: ModelArgs) -> dict[str, Any]:
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-    )
-
-
-def _computing_fields(dtype: torch.dtype, impl: str) -> dict[str, Any]:
-    """Types and kernels."""
-    on_gpu = torch.cuda.is_available()
-    return dict(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        sequence_parallel=sequence_parallel,
+        variable_seq_lengths=pp > 1,  # packed micro-batches differ in length
+        batch_p2p_sync=False,  # the host need not wait for what stages send; it was for races in an old torch
+        moe_token_dispatcher_type="alltoall",  # the default is refused beside the line above, even without experts
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        fp16=False,
         attention_softmax_in_fp32=True,
         # Token weights hold the denominator, so Megatron must sum micro-batches and replicas.
         calculate_per_token_loss=True,
@@ -123,6 +98,9 @@ def _computing_fields(dtype: torch.dtype, impl: str) -> dict[str, Any]:
         persist_layer_norm=impl == "transformer_engine",
         gradient_accumulation_fusion=False,
     )
+    if model.num_experts is not None:
+        fields |= _expert_fields(model, ep=ep, etp=etp, grouped=impl == "transformer_engine")
+    return TransformerConfig(**{**fields, **overrides})
 
 
 def _expert_fields(model: ModelArgs, *, ep: int, etp: int, grouped: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ T = tokens of all sequences, padding included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +25,20 @@ def padded_length(length: int, cp: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def zigzag_rows(lengths: Sequence[int], cp: int, rank: int) -> Tensor:
-    """Rows [T / cp] of the whole [T] that the rank holds, in its order."""
-    rows, begin = [], 0
+def _chunks(lengths: Sequence[int], cp: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """The rank's chunks in its order: (first row of their sequence in the whole, rows of a chunk, its number)."""
+    begin = 0
     for length in lengths:
         assert length == padded_length(length, cp), (length, cp)
-        size = length // (2 * cp)
         for chunk in (rank, 2 * cp - 1 - rank):
-            rows.append(torch.arange(begin + chunk * size, begin + (chunk + 1) * size))
+            yield begin, length // (2 * cp), chunk
         begin += length
-    return torch.cat(rows)
+
+
+def zigzag_rows(lengths: Sequence[int], cp: int, rank: int) -> Tensor:
+    """Rows [T / cp] of the whole [T] that the rank holds, in its order."""
+    chunks = _chunks(lengths, cp, rank)
+    return torch.cat([torch.arange(begin + chunk * n, begin + (chunk + 1) * n) for begin, n, chunk in chunks])
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,9 @@ def chunk_layout(lengths: Sequence[int], cp: int, rank: int, device: torch.devic
     gathered = torch.cat([zigzag_rows(lengths, cp, other) for other in range(cp)])
     place_of = torch.empty_like(gathered)  # whole row -> gathered row
     place_of[gathered] = torch.arange(len(gathered))
-    keys, lengths_q, lengths_k, begin = [], [], [], 0
-    for length in lengths:
-        size = length // (2 * cp)
-        for chunk in (rank, 2 * cp - 1 - rank):
-            lengths_q.append(size)
-            lengths_k.append((chunk + 1) * size)
-            keys.append(place_of[begin : begin + lengths_k[-1]])
-        begin += length
+    chunks = list(_chunks(lengths, cp, rank))
+    lengths_q, lengths_k = [size for _, size, _ in chunks], [(chunk + 1) * size for _, size, chunk in chunks]
+    keys = [place_of[begin : begin + (chunk + 1) * size] for begin, size, chunk in chunks]
 
     def ends(of: list[int]) -> Tensor:
         return torch.tensor([0, *of], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)

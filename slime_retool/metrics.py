@@ -6,18 +6,20 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Takes one step's metrics."""
+    """Takes metrics. What it raises ends the run."""
 
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Some metrics of a rollout (-1: before training); others follow in further calls. NaN may be among them."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run is over, whichever way it ended."""
 
 
 class JsonlTracker:
@@ -74,10 +76,17 @@ class WandbTracker:
 
 
 class Metrics:
-    """All trackers of a run behind one `log`."""
+    """All trackers of a run as one: metrics.jsonl in `folder`, `own`, TensorBoard's files there, a W&B run so set."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = trackers
+    def __init__(
+        self, folder: Path, *own: Tracker, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
+        wandb_key: str | None = None,
+    ) -> None:  # fmt: skip
+        self._trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl"), *own]
+        if tensorboard:
+            self._trackers.append(TensorBoardTracker(folder / "tensorboard"))
+        if wandb is not None:
+            self._trackers.append(WandbTracker(wandb, wandb_key))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker in self._trackers:
@@ -86,18 +95,6 @@ class Metrics:
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
-
-
-def open_metrics(
-    folder: Path, *, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None, wandb_key: str | None = None
-) -> Metrics:
-    """metrics.jsonl in `folder`, and what is asked for: TensorBoard's files there, a W&B run with these settings."""
-    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
-    if tensorboard:
-        trackers.append(TensorBoardTracker(folder / "tensorboard"))
-    if wandb is not None:
-        trackers.append(WandbTracker(wandb, wandb_key))
-    return Metrics(trackers)
 
 
 class Phases:

@@ -87,11 +87,18 @@ class RolloutFn(Protocol):
     def __call__(self, context: Any, data: DataSource, rollout_id: int, /) -> Awaitable[RolloutBatch]: ...
 
 
+class TrackerFn(Protocol):
+    """`--custom-tracker-path`: make a `metrics.Tracker`, which is told every step's metrics."""
+
+    def __call__(self, args: Any, /) -> Any: ...
+
+
 HOOKS: dict[str, type] = {
     "--rollout-function-path": RolloutFn,
     "--custom-generate-function-path": GenerateFn,
     "--custom-rm-path": RewardFn,
     "--dynamic-sampling-filter-path": FilterFn,
+    "--custom-tracker-path": TrackerFn,
 }
 """Flag -> what the function is that it names."""
 

@@ -21,24 +21,16 @@ FOLLOW = ("tensorboard",)
 def set_aside(output_dir: str) -> Path | None:
     """Move an earlier run's files into `output_dir`/earlier_N, the first N that is free. None where there are none."""
     folder = Path(output_dir)
-    if not any(_holds_something(folder / name) for name in RESULTS):
+    results = [folder / name for name in RESULTS if (folder / name).exists()]
+    if not any(any(path.iterdir()) if path.is_dir() else path.stat().st_size for path in results):
         return None
-    for number in count(1):
-        try:
-            aside = folder / f"earlier_{number}"
-            aside.mkdir()
-            break
-        except FileExistsError:
-            continue
+    aside = next(place for number in count(1) if not (place := folder / f"earlier_{number}").exists())
+    aside.mkdir()
     for name in (*RESULTS, *FOLLOW):
         if (folder / name).exists():
             os.rename(folder / name, aside / name)
     logger.warning("%s holds the files of an earlier run, which this one does not resume: moved to %s", folder, aside)
     return aside
-
-
-def _holds_something(path: Path) -> bool:
-    return path.stat().st_size > 0 if path.is_file() else path.is_dir() and any(path.iterdir())
 
 
 def free_bytes(folder: str) -> int:

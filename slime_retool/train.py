@@ -31,7 +31,8 @@ from slime_retool.config.printable import print_command_line, wandb_settings
 from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
-from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes, open_metrics
+from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes
+from slime_retool.protocols import load_function
 from slime_retool.run_folder import set_aside
 
 if TYPE_CHECKING:
@@ -73,21 +74,19 @@ def run(config: Config, check: ServerFlagCheck) -> None:
     with Cluster(config) as cluster, RolloutManager(config) as rollout:
         config = rollout.config  # its data say how many rollouts --num-epoch makes
         check.wait()
-        if not _resumes(config):
+        # Whether --load holds a checkpoint, as the trainers will find it: nothing else knows of earlier rollouts.
+        if config.debug_rollout_only or config.load is None or not exists(config.load):
             set_aside(config.output_dir)
-        metrics = open_metrics(
-            Path(config.output_dir),
-            tensorboard=config.use_tensorboard,
-            wandb=wandb_settings(config),
-            wandb_key=config.wandb_key,
-        )
-        with closing(metrics):
+        with closing(trackers_of(config)) as metrics:
             Loop(config, cluster, rollout, metrics).run()
 
 
-def _resumes(config: Config) -> bool:
-    """Whether --load holds a checkpoint, as the trainers will find it; nothing else knows of earlier rollouts."""
-    return not config.debug_rollout_only and config.load is not None and exists(config.load)
+def trackers_of(config: Config) -> Metrics:
+    """metrics.jsonl, and what the flags ask for beside it."""
+    path = config.custom_tracker_path
+    own = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
+    wandb, folder = wandb_settings(config), Path(config.output_dir)
+    return Metrics(folder, *own, tensorboard=config.use_tensorboard, wandb=wandb, wandb_key=config.wandb_key)
 
 
 class Loop:

@@ -95,7 +95,7 @@ class Sample:
     num_tool_calls: int = 0
     """Executed tool calls."""
     num_tool_errors: int = 0
-    """Of these, calls whose observation reports an error."""
+    """Executed calls whose observation reports an error."""
     num_malformed_calls: int = 0
     """Attempts to call that could not be executed: unreadable, an unknown tool, wrong arguments."""
     reward: float | dict[str, Any] | None = None

@@ -183,8 +183,9 @@ async def rollout_that_fails(context: RolloutContext, data: DataSource, rollout_
 
 
 async def reward_by_letter(args: Config, sample: Sample) -> float:
-    """By the prompt's first letter: w all wrong (0), m all wrong below 0, r all right, s half of each, o an outage."""
+    """By the prompt's first letter: w all wrong (0), m all wrong below 0, r all right, l too, with little (0.5), s half
+    of each, o an outage, p an outage for half of them."""
     letter = str(sample.prompt)[0]
     if letter == "o" or (letter == "p" and sample.index % args.n_samples_per_prompt >= 2):
         raise RewardError("the judge is down")
-    return {"w": 0.0, "m": -1.0, "r": 2.0}.get(letter, float(sample.index % 2))
+    return {"w": 0.0, "m": -1.0, "r": 2.0, "l": 0.5}.get(letter, float(sample.index % 2))

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 from sglang_utils import make_tiny_checkpoint
 
 from megatron_bridge.convert import convert_hf_to_torch_dist
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
+
+
+def heed_interrupts() -> None:
+    """A shell starts its background jobs with SIGINT ignored, and all their children inherit that: for `preexec_fn`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def make_model(folder: Path) -> Path:

@@ -174,6 +174,14 @@ def test_values_out_of_bounds_are_refused_with_the_rule_and_the_value(flag: str,
 
 BAD = {
     "ipc to engines on other devices": ({"--update-weight-transport": "ipc"}, "ipc needs --colocate"),
+    "a transport that there is not": (
+        {"--update-weight-transport": "rdma"},
+        "must be one of auto, ipc, broadcast, disk, or the dotted path of a Transport, got rdma",
+    ),
+    "a transport that cannot be imported": (
+        {"--update-weight-transport": "no_such_module.Transport"},
+        "--update-weight-transport 'no_such_module.Transport': cannot import 'no_such_module'",
+    ),
     "more colocated engines than trainers": (
         {"--colocate": None, "--rollout-num-gpus": "2"},
         "2 GPUs for generation (--rollout-num-gpus) are more than the 1 training GPUs",

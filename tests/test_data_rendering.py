@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_retool.chat import ChatTemplate, load_tokenizer
+from slime_retool.chat import ChatTemplate, TextCodec, load_tokenizer
 from slime_retool.data.loss_mask import tokenize_conversation
 from slime_retool.errors import ConfigError, DataError
 
@@ -141,6 +141,37 @@ def test_a_generation_prompt_that_opens_the_reasoning_is_not_supervised():
 
 PLAIN = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def test_an_assistant_turn_that_opens_the_conversation_is_supervised_too():
+    messages = [assistant("hello"), user("q"), assistant("a")]
+    assert supervised_texts(messages, tokenizer=byte_tokenizer(PLAIN + PROMPT)) == ["hello<|im_end|>", "a<|im_end|>"]
+
+
+def test_beside_the_whole_conversation_only_the_text_behind_the_last_turn_is_encoded():
+    class Recording(TextCodec):
+        def encode(self, text):
+            asked.append(text)
+            return super().encode(text)
+
+    asked = []
+    tokenizer = byte_tokenizer(PLAIN + PROMPT)
+    template = ChatTemplate(tokenizer)
+    template.codec = Recording(tokenizer)
+    asked.clear()
+    ids, _ = tokenize_conversation(template, [user("q"), assistant("x"), user("r"), assistant("y")])
+    first, x, y = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", "x<|im_end|>", "y<|im_end|>"
+    second = "\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
+    assert asked == [tokenizer.decode(ids), first, first + x, second, second + y]
+
+
+def test_a_template_that_writes_turns_out_of_order_is_refused():
+    turn = "{{ '<|im_start|>' ~ m.role[0] ~ m.content ~ '<|im_end|>' }}"
+    prompt = "{% if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}"
+    template = "{% for m in messages | reverse %}" + turn + "{% endfor %}" + prompt
+    messages = [user("q"), assistant("x"), user("r"), assistant("y")]
+    with pytest.raises(DataError, match="puts message 3 before or inside an earlier one"):
+        tokenize_conversation(ChatTemplate(byte_tokenizer(template)), messages)
 
 
 def test_a_template_that_drops_tool_calls_is_refused():

@@ -7,6 +7,7 @@ import json
 import pytest
 from test_data_rendering import byte_tokenizer
 
+from slime_retool.commands.data_check import check_file
 from slime_retool.config import parse_config
 from slime_retool.config.data_sets import parse_data_sets
 from slime_retool.data.messages import parse_messages, parse_tools
@@ -282,11 +283,42 @@ def test_without_prompt_data_there_is_one_clear_error():
         PromptDataSource(parse_config([]), byte_tokenizer())
 
 
+LABELS = [
+    ("42\r", "42"), (" 17 ", "17"), ("1,080", "1080"), ("-12,345,678", "-12345678"), ("1,08", "1,08"),
+    ("1, 080", "1, 080"), ("(1,080)", "(1,080)"), (5, "5"), (0, "0"), (0.5, "0.5"), (True, "true"),
+    ([1, 2], "[1, 2]"), ("so\n#### 7 ", "7"), ("x\n#### 1,009", "1009"),
+    (None, None), (float("nan"), None), ("", None), (" \n", None), ("so\n#### ", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "label"), LABELS)
+@pytest.mark.parametrize("column", ["label", "reward_model"])
+def test_check_training_and_evaluation_read_a_label_alike(tmp_path, caplog, value, label, column):
+    row = {"prompt": "q", column: {"ground_truth": value} if column == "reward_model" else value}
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "q", "label": "1"}, row])
+    (group,) = PromptDataSource(parse_config(["--prompt-data", f"{file}@[1:2]"]), byte_tokenizer()).next_groups(1)
+    evaluated = load_eval_samples(parse_config(["--eval-prompt-data", "e", file]))["e"][1]
+    assert (group[0].label, evaluated.label) == (label, label)
+    report = check_file(file)
+    assert report.labels == {"q": {"1"} | ({label} if label else set())}
+    if label is None:
+        assert "1 of 2 rows have no label in column 'label'; the first: row 2" in caplog.text
+        assert [failure.partition(": the row")[0] for failure in report.failures] == ["row 2"]
+
+
+def test_a_parquet_file_of_numbers_and_gaps_has_labels_and_gaps(tmp_path):
+    import pandas
+
+    pandas.DataFrame({"prompt": ["a", "b", "c"], "label": [1.5, None, float("nan")]}).to_parquet(tmp_path / "p.parquet")
+    samples = samples_from_file(tmp_path / "p.parquet", parse_config([]))
+    assert [sample.label for sample in samples] == ["1.5", None, None]
+
+
 def test_gsm8ks_worked_solutions_are_labels_of_their_final_answer(tmp_path):
     rows = [{"question": "q", "answer": "4 + 5 = <<4+5=9>>9\n#### 1,009"}, {"question": "q", "answer": "a #### b"}]
     file = jsonl(tmp_path / "g.jsonl", rows)
     samples = samples_from_file(file, parse_config(["--input-key", "question", "--label-key", "answer"]))
-    assert [sample.label for sample in samples] == ["1,009", "a #### b"]
+    assert [sample.label for sample in samples] == ["1009", "a #### b"]
 
 
 @pytest.mark.parametrize(("rows", "expected"), [("[1:3]", [1, 2]), ("[:2]", [0, 1]), ("[-1:]", [4]), ("[3:]", [3, 4])])

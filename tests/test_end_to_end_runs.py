@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from run_utils import make_model, rl_values
+from run_utils import heed_interrupts, make_model, rl_values
 from sglang_utils import processes_with
 
 from slime_retool.metrics import read_metrics
@@ -95,11 +95,6 @@ def start(arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
         start_new_session=True, preexec_fn=heed_interrupts,
     )  # fmt: skip
     return process, run
-
-
-def heed_interrupts() -> None:
-    """A shell starts its background jobs with SIGINT ignored, and all their children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def processes_of(run: str) -> dict[int, str]:

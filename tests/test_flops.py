@@ -13,7 +13,7 @@ from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs
 from slime_retool.config import Config
 from slime_retool.trainer.batch import TrainBatch
-from slime_retool.trainer.report import speed_figures
+from slime_retool.trainer.report import speed_metrics
 from slime_retool.types import TrainSample
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
@@ -95,9 +95,9 @@ def test_mfu_is_the_models_operations_over_what_the_cards_could_make(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     config = Config(**vars(DENSE), actor_num_gpus_per_node=2)
     samples = [TrainSample([1] * n, [0] * (n - 3) + [1] * 3) for n in (10, 6)]
-    figures = speed_figures(config, TrainBatch.from_samples(samples), 0.5, torch.device("cuda"))
+    figures = speed_metrics(config, TrainBatch.from_samples(samples), 0.5, torch.device("cuda"))
     layer = 64 * (2 * 96 + 2 * 48) + 3 * 64 * 112
     work = 3 * (2 * (3 * layer * 16 + 96 * 64 * 6) + 2 * 3 * 96 * (100 + 36))
     assert figures["perf/train_mfu"] == pytest.approx(work / (0.5 * 2 * 989e12))
     assert figures["perf/train_tokens_per_second_per_gpu"] == 16 / 0.5 / 2
-    assert "perf/train_mfu" not in speed_figures(config, TrainBatch.from_samples(samples), 0.5, torch.device("cpu"))
+    assert "perf/train_mfu" not in speed_metrics(config, TrainBatch.from_samples(samples), 0.5, torch.device("cpu"))

@@ -98,10 +98,10 @@ shapes = [(rows, groups * ratio, width), (rows, groups, width), (rows, groups, w
 for weights in ([None, None], [1 + torch.rand(width), 1 + torch.rand(width)]):
     check(
         lambda *given: fused._split_norm_rotate(*given, *tables),
-        lambda *given: fused._SplitNormRotate.apply(*given, *tables),
+        lambda *given: fused_triton.SplitNormRotate.apply(*given, *tables),
         [mixed, *weights], shapes,
     )
-check(fused.swiglu, fused._SwiGLU.apply, [torch.randn(3, 1, 2 * 2500)], [(3, 1, 2500)])
+check(fused.swiglu, fused_triton.SwiGLU.apply, [torch.randn(3, 1, 2 * 2500)], [(3, 1, 2500)])
 print("equal")
 """
 

@@ -18,14 +18,19 @@ from typing import TypeVar
 import pytest
 
 from benchmarks.sandbox import idle_session_mb
-from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, run_sync, wire
-from slime_retool.sandbox.broker import forks, loop
+from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, wire
+from slime_retool.sandbox.broker import exchange, forks, loop, records
 from slime_retool.sandbox.child import landlock, namespaces, syscalls
 from slime_retool.sandbox.child.environment import package_folders
 from slime_retool.sandbox.host.client import JailClient
 
 T = TypeVar("T")
 ALL_LEVELS = ("namespaces", "landlock")
+
+
+async def run_once(code: str, policy: SandboxPolicy) -> Result:
+    async with Sandbox(policy) as box:
+        return await box.run(code)
 
 
 def available(level: str, uid: int) -> bool:
@@ -137,15 +142,20 @@ def test_a_killed_cell_says_that_variables_are_gone_and_a_lost_session_is_an_out
         await box.session("second").run("1")
         await box.session("third").run("1")  # evicts `first`
         evicted = await first.run("1")
-        await asyncio.sleep(4.0)
-        expired = await box.session("third").run("1")
-        return killed, fresh, evicted, expired
+        return killed, fresh, evicted
 
-    killed, fresh, evicted, expired = in_box(level, use, max_sessions=2, session_idle=2.0)
+    async def wait(box: Sandbox) -> Result:
+        await box.session("first").run("1")
+        while (await box.stats())["sessions"]:
+            await asyncio.sleep(0.02)
+        return await box.session("first").run("1")
+
+    killed, fresh, evicted = in_box(level, use, max_sessions=2)
+    expired = in_box(level, wait, session_idle=0.5)
     assert killed.status is Status.TIMEOUT and "variables of earlier cells are gone" in killed.error
     assert fresh.result == "False"
     assert evicted.status is Status.UNAVAILABLE and "least recently used of 2 sessions" in evicted.error
-    assert expired.status is Status.UNAVAILABLE and "idle for more than 2 s" in expired.error
+    assert expired.status is Status.UNAVAILABLE and "idle for more than 0.5 s" in expired.error
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -348,6 +358,18 @@ def test_a_fault_of_the_broker_is_named_to_those_who_wait(level: str) -> None:
     assert after.result == "7"
 
 
+@pytest.mark.parametrize("content", ["é", "a", None, 5, ["YQ=="]])
+def test_a_childs_answer_with_files_that_are_not_base64_is_a_violation(content: object) -> None:
+    """The caller's process decodes them: `run` never raises for what the code does."""
+    job = records.Job(1, {"fetch": ["f"]}, None, 0.0, nonce="n")
+    answer = {"nonce": "n", "error": None, "limit": None, "result": None, "wall": 0, "max_rss": 0, "written": [0, 0]}
+    limits = {"max_output_bytes": 99}
+    good = exchange.answer(bytearray(wire.pack(answer | {"files": {"f": "YQ=="}})), job, limits)
+    assert good is not None and good["files"] == {"f": "YQ=="}
+    with pytest.raises(exchange.ProtocolViolation):
+        exchange.answer(bytearray(wire.pack(answer | {"files": {"f": content}})), job, limits)
+
+
 def test_messages_are_cut_at_their_ends_whatever_the_pieces() -> None:
     messages = [{"n": n, "text": "é" * n} for n in range(5)]
     stream = b"".join(wire.pack(message) for message in messages)
@@ -391,7 +413,7 @@ def test_only_chosen_packages_can_be_imported(level: str) -> None:
 def test_packages_bring_what_they_require() -> None:
     assert {"sympy", "mpmath"} <= set(package_folders(("sympy",)))
     with pytest.raises(SandboxUnavailable, match="package no-such-package is not installed"):
-        run_sync("1", SandboxPolicy(packages=("no-such-package",)))
+        asyncio.run(run_once("1", SandboxPolicy(packages=("no-such-package",))))
 
 
 def test_a_refusal_names_the_layer_the_kernels_answer_and_what_to_do() -> None:
@@ -402,8 +424,11 @@ from slime_retool.sandbox.child import namespaces
 from slime_retool.sandbox.host import client
 from slime_retool.sandbox import *
 {change}
+async def run_once():
+    async with Sandbox(SandboxPolicy(isolation={level!r}, packages=())) as box:
+        print(await box.run("1"))
 try:
-    print(run_sync("1", SandboxPolicy(isolation={level!r}, packages=())))
+    asyncio.run(run_once())
 except SandboxUnavailable as error:
     print("refused:", error)
 """
@@ -448,7 +473,7 @@ def test_landlock_abi_1_and_2_are_refused_with_the_version_that_is_needed(
 
 def test_level_none_is_loud(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        assert run_sync("1", SandboxPolicy(isolation="none")).result == "1"
+        assert asyncio.run(run_once("1", SandboxPolicy(isolation="none"))).result == "1"
     assert [record.levelname for record in caplog.records if "ISOLATION IS OFF" in record.message] == ["WARNING"] * 2
 
 

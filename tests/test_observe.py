@@ -9,7 +9,7 @@ from pathlib import Path
 from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.config.printable import wandb_settings
-from slime_retool.metrics import JsonlTracker, open_metrics, read_metrics
+from slime_retool.metrics import JsonlTracker, Metrics, read_metrics
 from slime_retool.run_folder import set_aside
 
 
@@ -48,7 +48,7 @@ def test_wandb_keeps_the_evaluation_before_training(tmp_path: Path, monkeypatch)
     """Its step is -1; the figures are looked for in the file that an offline run writes."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = Config(output_dir=str(tmp_path), use_wandb=True, wandb_mode="offline")
-    metrics = open_metrics(tmp_path, wandb=wandb_settings(config))
+    metrics = Metrics(tmp_path, wandb=wandb_settings(config))
     metrics.log(-1, {"eval/untrained": 0.25})
     metrics.log(0, {"train/first": 2.0})
     metrics.log(0, {"eval/trained": 0.5})

@@ -23,13 +23,18 @@ from megatron_bridge.arithmetic.parameters import (
 from slime_retool.cli import main
 from slime_retool.commands.plan.changes import changes_that_fit, changes_that_speed_up
 from slime_retool.commands.plan.generation import generate_seconds
-from slime_retool.commands.plan.memory import host_memory, stage_memory, trainer_memory
+from slime_retool.commands.plan.memory import TrainerMemory, host_memory, stage_memory, trainer_memories
 from slime_retool.commands.plan.plan import Plan, make_plan
 from slime_retool.commands.plan.timing import stage_passes, train_seconds
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def trainer_memory(config: Config, workload: Workload) -> TrainerMemory:
+    """Of the fullest rank of the first model's processes."""
+    return trainer_memories(config, workload)[0]
 
 
 def flags_of(name: str) -> list[str]:
@@ -360,7 +365,7 @@ def test_recomputation_adapters_and_stages_cost_what_their_operations_say():
 
 def test_kept_logits_cost_their_bytes_and_save_a_product():
     """1.7B: 151,936 columns of 4 bytes for each learned token, 2 x 2,048 x 151,936 operations to make them again."""
-    workload = Workload.from_lengths([4096] * 4, 4 * 4096)
+    workload = Workload(4, 0.0, 4096, 4096, 4096)
     plain, all_kept, half = (
         config_of("qwen3-1.7B", use_dynamic_batch_size=True, max_tokens_per_gpu=16384, keep_logits_gib=gib)
         for gib in (0.0, 100.0, 16384 * 151_936 * 2 / GIB)

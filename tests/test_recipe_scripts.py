@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def test_another_model_than_the_tiny_one_is_refused(tmp_path):
     assert done.returncode == 2 and "MODEL must be empty or 'tiny', got '7b'" in done.stderr
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_interpreter_without_torch_is_named_with_what_to_do(tmp_path, script):
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(bare / "bin" / "python"), "MODEL": "tiny"}
+    done = subprocess.run(["bash", str(RECIPE / script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"{bare}/bin/python has no torch: first 'source .venv/")
+
+
 @pytest.mark.parametrize("script", (SFT_4B, RL_4B))
 def test_every_flag_parses_and_describes_the_4b_model(tmp_path, script):
     config = config_of(tmp_path, script)
@@ -116,7 +126,7 @@ def test_the_32b_runs_have_the_values_published_for_verl(tmp_path):
     assert dapo.steps_per_rollout == 8  # mini-batches of 64 prompts
     assert (ppo.advantage_estimator, ppo.rollout_batch_size, ppo.n_samples_per_prompt) == ("ppo", 1024, 1)
     assert (ppo.steps_per_rollout, ppo.critic_lr, ppo.num_critic_only_steps) == (4, 2e-6, 20)
-    assert (ppo.gamma, ppo.lambd) == (1.0, 1.0)
+    assert (ppo.gamma, ppo.lambd, ppo.normalize_advantages, ppo.value_clip) == (1.0, 1.0, True, 0.5)
 
 
 def test_rl_uses_the_retool_hooks_with_the_published_values(tmp_path):
@@ -131,6 +141,7 @@ def test_rl_uses_the_retool_hooks_with_the_published_values(tmp_path):
         0.0,
     )
     assert (config.lr, config.lr_decay_style, config.rollout_max_response_len) == (1e-6, "constant", 8192)
+    assert config.rollout_max_context_len == config.max_tokens_per_gpu == 9216  # slime's cap of prompt and response
     assert (config.tensor_model_parallel_size, config.rollout_num_gpus_per_engine, config.colocate) == (
         2,
         2,

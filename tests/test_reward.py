@@ -104,6 +104,11 @@ def test_without_a_box_there_is_no_answer() -> None:
     assert compute_score("The answer is 34.", "34") == {"score": -1.0, "acc": False, "pred": ""}
 
 
+@pytest.mark.parametrize("mode", ["dapo", "math_verify"])
+def test_nothing_is_no_right_answer(mode: str) -> None:
+    assert not compute_score(boxed(""), "", mode)["acc"]
+
+
 def test_the_last_complete_box_counts() -> None:
     assert compute_score(boxed("1") + boxed("2"), "2")["acc"]
     assert compute_score(boxed("34") + "\\boxed{35", "34", "math_verify")["acc"]
@@ -233,6 +238,8 @@ def test_the_default_reward_follows_rm_type() -> None:
         ("\\boxed{1} or \\boxed{2}", 0.0),
         ("\\boxed{1}" + "x" * 300, 0.0),
         ("\\boxed{1", 0.0),
+        ("<think>It is \\boxed{1}.", 0.0),
+        ("<think>Hm.</think>It is \\boxed{1}.", 1.0),
         ("<tool_call>{} \\boxed{1}", 0.0),
         ("\\boxed{1} <tool_call>{}</tool_call>\n<tool_response>1</tool_response>", 0.0),
     ],

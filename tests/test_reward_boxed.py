@@ -34,7 +34,13 @@ def test_a_stated_answer_counts_where_there_is_no_box():
     assert last_answer("Answer: 41\nAnswer: 42.") == "42"
     assert last_answer("**Answer:** 42") == "42" and last_answer("So the answer is 7.") == "7"
     assert last_answer(r"\boxed{1} Answer: 2") == "1"
-    assert last_answer("Answer: 5" + " " * 3000) is None and last_answer("nothing") is None
+    assert last_answer("nothing") is None
+
+
+def test_a_stated_answer_counts_within_the_last_2000_characters_only():
+    text = "Answer: 5"
+    assert last_answer(text + " " * (2000 - len(text))) == "5"
+    assert last_answer(text + " " * (2001 - len(text))) is None and last_answer(text + " " * 3000) is None
 
 
 @pytest.mark.parametrize("tag", ["tool_call", "tool_response", "code", "interpreter"])

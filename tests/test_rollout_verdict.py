@@ -40,6 +40,7 @@ async def closing_error(tmp_path: Path, letters: str, rounds: int, batch: int = 
         ("wwwwww", 6, 0, HARD),
         ("mmmmmm", 6, 0, HARD),
         ("rrrrrr", 0, 6, EASY),
+        ("llllll", 0, 6, EASY),
         ("wwwwwr", 5, 1, HARD),
         ("wwwwrr", 4, 2, MIXED),  # exactly twice as many
         ("rrrrww", 2, 4, MIXED),

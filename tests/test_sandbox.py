@@ -18,7 +18,7 @@ from typing import TypeVar
 import pytest
 
 from slime_retool.errors import ConfigError, ToolUnavailable
-from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, run_sync
+from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status
 from slime_retool.sandbox.host import client
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ POLICY = SandboxPolicy(isolation="none", packages=(), memory_mb=1024, concurrenc
 
 
 def run(code: str, **options: object) -> Result:
-    return run_sync(code, POLICY, **options)
+    return in_box(lambda box: box.run(code, **options))
 
 
 def in_box(use: Callable[[Sandbox], Awaitable[T]], policy: SandboxPolicy = POLICY) -> T:
@@ -164,9 +164,9 @@ def test_memory_is_limited(code: str) -> None:
     ],
 )
 def test_endless_code_is_stopped(code: str) -> None:
-    result = run("print('partial')\n" + code, timeout=0.5)
+    result = run("print('partial')\n" + code, timeout=2)
     assert (result.status, result.stdout) == (Status.TIMEOUT, "partial\n")
-    assert result.wall_s >= 0.5 and "longer than 0.5 s" in result.error
+    assert result.wall_s >= 2 and "longer than 2 s" in result.error
 
 
 def test_output_is_bounded_to_head_and_tail() -> None:
@@ -205,8 +205,8 @@ def test_no_descendant_outlives_a_call() -> None:
         "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n    os._exit(0)\n"
         "print(os.getcwd())\n"
     )
-    for end, status in (("", Status.OK), ("while True: pass", Status.TIMEOUT)):
-        result = run(code + end, timeout=1.0)
+    for end, status, timeout in (("", Status.OK, 60), ("while True: pass", Status.TIMEOUT, 2)):
+        result = run(code + end, timeout=timeout)
         assert result.status is status
         assert running(result.stdout.strip()) == []
 
@@ -236,7 +236,7 @@ def test_waiting_for_a_turn_is_not_run_time_and_the_limit_on_calls_holds() -> No
     code = "import time\nprint(time.time())\ntime.sleep(0.3)\nprint(time.time())"
 
     async def use(box: Sandbox) -> list[Result]:
-        return list(await asyncio.gather(*(box.run(code, timeout=5) for _ in range(6))))
+        return list(await asyncio.gather(*(box.run(code, timeout=60) for _ in range(6))))
 
     results = in_box(use)
     assert all(result.status is Status.OK for result in results)

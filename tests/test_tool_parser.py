@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slime_retool.tool_use import ToolCall, ToolCallError, parse_tool_calls, parser
 from slime_retool.tool_use.calls import MAX_CALLS, TOO_MANY
+from slime_retool.tool_use.schema import check_arguments
 
 SEARCH = {
     "type": "function",
@@ -91,7 +92,7 @@ def test_a_broken_call_does_not_hide_the_next() -> None:
     ("arguments", "part"),
     [
         ({}, "missing required argument 'query'"),
-        ({"query": 3}, "'query' must be string, got integer"),
+        ({"query": 3}, "'query' must be string, got integer 3"),
         ({"query": "x", "limit": "3"}, "'limit' must be integer, got string"),
         ({"query": "x", "limit": True}, "'limit' must be integer, got boolean"),
         ({"query": "x", "kind": "blog"}, "'kind' must be one of"),
@@ -103,6 +104,60 @@ def test_a_broken_call_does_not_hide_the_next() -> None:
 )
 def test_wrong_arguments_are_named(arguments: object, part: str) -> None:
     assert part in only_error(wrap(json.dumps({"name": "search", "arguments": arguments})))
+
+
+LIMITED = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 1},
+        "code": {"type": "string", "maxLength": 8, "pattern": "^[a-z]*$"},
+        "size": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "where": {"type": "array", "items": {"$ref": "#/$defs/place"}},
+        "at": {"type": "object", "properties": {"x": {"type": "number", "multipleOf": 0.5}}},
+        "broken": {"type": "no type of JSON"},
+    },
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"count": 0}, "'count' must satisfy minimum 1, got 0"),
+        ({"count": 1.0}, "'count' must be integer, got number 1.0"),
+        ({"code": "A"}, "'code' must satisfy pattern '^[a-z]*$', got 'A'"),
+        ({"code": "a" * 100_000}, "'code' must satisfy maxLength 8, got 'aaa"),
+        ({"size": "x"}, "'size' must satisfy anyOf [{'type': 'number'}, {'type': 'null'}], got 'x'"),
+        ({"where": [{"x": 1}, {"y": 1}]}, "missing required argument 'where[1].x'"),
+        ({"at": {"y": 1}}, "unknown argument 'at.y' (known: 'x')"),
+        ({"at": {"x": float("nan")}}, "cannot be checked"),
+        ({"broken": 1}, "cannot be checked"),
+        ({"x" * 100_000: 1}, "unknown argument 'xxx"),
+    ],
+)
+def test_every_rule_of_json_schema_holds_and_its_error_is_short(arguments: dict[str, object], part: str) -> None:
+    problem = check_arguments(arguments, LIMITED)
+    assert problem is not None and part in problem and len(problem) < 600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema"),
+    [
+        ({"count": 3, "code": "abc", "size": None, "where": [{"x": 0.5}], "at": {"x": 1.5}}, LIMITED),
+        ({"anything": 1}, {"type": "object"}),
+        ({"anything": 1}, {"type": "object", "properties": {"x": {}}, "additionalProperties": True}),
+        ({"x": 1, "y": 2}, {"properties": {"x": {}}, "allOf": [{"properties": {"y": {}}}]}),
+    ],
+)
+def test_arguments_that_fit_are_accepted(arguments: dict[str, object], schema: dict[str, object]) -> None:
+    assert check_arguments(arguments, schema) is None
+
+
+def test_a_schema_elsewhere_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[object] = []
+    monkeypatch.setattr("urllib.request.urlopen", fetched.append)
+    problem = check_arguments({"x": 1}, {"properties": {"x": {"$ref": "http://localhost:1/schema.json"}}})
+    assert problem is not None and "cannot be checked" in problem and fetched == []
 
 
 def test_an_unknown_tool_is_answered_with_the_known_ones() -> None:

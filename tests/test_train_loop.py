@@ -16,7 +16,7 @@ from slime_retool.cluster.engines import Engines
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError
-from slime_retool.metrics import open_metrics, read_metrics
+from slime_retool.metrics import Metrics, read_metrics
 from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -79,7 +79,7 @@ def loop(tmp_path: Path, parts: Parts, **values: Any) -> Loop:
     folders = {"save": str(tmp_path / "new"), "load": str(tmp_path / "old"), "save_hf": str(tmp_path / "hf")}
     values = MODEL | folders | {"num_rollout": 2} | values
     config = Config(hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, **values)
-    return Loop(config, parts, parts, open_metrics(tmp_path))
+    return Loop(config, parts, parts, Metrics(tmp_path))
 
 
 @pytest.mark.parametrize("when", [{"eval_interval": 1}, {}], ids=["evaluation", "rollout"])

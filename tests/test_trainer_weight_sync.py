@@ -26,7 +26,7 @@ from slime_retool.engine.server import EngineProcess
 from slime_retool.trainer.weight_sync import broadcast, disk
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
 from slime_retool.trainer.weight_sync.disk import DiskTransport
-from slime_retool.trainer.weight_sync.ipc import SharedBuffer, payload
+from slime_retool.trainer.weight_sync.ipc import export, payload
 from slime_retool.trainer.weight_sync.transport import Peers
 from slime_retool.types import RolloutBatch
 
@@ -83,9 +83,9 @@ def test_a_bucket_is_valid_while_the_next_one_is_filled() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_payload_names_only_what_sglang_loads_and_opens_the_same_memory(dtype: torch.dtype) -> None:
     """SGLang's unpickler allows modules by prefix; torch's storage loader, which Megatron replaces, is not needed."""
-    shared = SharedBuffer(64, torch.device("cpu"))
+    shared = torch.empty(64, dtype=torch.uint8)
     tensors = [("a", torch.randn(2, 3).to(dtype)), ("b", torch.randn(1).to(dtype))]
-    bucket = next(buckets(tensors, [shared.data]))
+    bucket = next(buckets(tensors, [shared]))
     found: set[str] = set()
 
     class Recording(pickle.Unpickler):
@@ -94,14 +94,14 @@ def test_a_payload_names_only_what_sglang_loads_and_opens_the_same_memory(dtype:
             return super().find_class(module, name)
 
     for _ in range(3):  # every bucket has a handle of its own
-        opened = Recording(io.BytesIO(base64.b64decode(payload(shared.export(), bucket)))).load()
+        opened = Recording(io.BytesIO(base64.b64decode(payload(export(shared), bucket)))).load()
         flat, metadata = opened["flattened_tensor"], opened["metadata"]
         for (name, tensor), meta in zip(tensors, metadata, strict=True):
             assert meta.name == name
             assert torch.equal(flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape), tensor)
-        shared.data.fill_(7)
+        shared.fill_(7)
         assert int(flat[0]) == 7
-        next(buckets(tensors, [shared.data]))
+        next(buckets(tensors, [shared]))
         del flat, opened
     assert all(name.startswith(("torch.", "types.")) for name in found)
 
@@ -154,12 +154,11 @@ def _two_workers(rank: int, world_size: int) -> list[str]:
     """Each rank's report of how a two-worker engine was served by the two ranks that share its devices."""
     from slime_retool.engine.admin import EngineAdmin
     from slime_retool.trainer.gather import hf_named_tensors
-    from slime_retool.trainer.weight_sync.ipc import IpcTransport, SharedBuffer
+    from slime_retool.trainer.weight_sync import ipc
     from slime_retool.trainer.weight_sync.transport import Peers
 
     made: list[int] = []
-    export = SharedBuffer.export
-    SharedBuffer.export = lambda self: made.append(id(self)) or export(self)
+    ipc.export = lambda data: made.append(id(data)) or export(data)
     trainer = make_trainer(rank, world_size, tiny_config(tensor_model_parallel_size=2))
     expected = {name: tensor.clone() for name, tensor in hf_named_tensors(trainer.module, trainer.config)}
     _Recorder.received = []
@@ -169,7 +168,7 @@ def _two_workers(rank: int, world_size: int) -> list[str]:
     total = sum(tensor.nbytes for tensor in expected.values())
     sizes = torch.tensor([total // 5])
     torch.distributed.broadcast(sizes, src=0)
-    IpcTransport(Peers(trainer, [engine], 2, "127.0.0.1", int(sizes), 300)).send()
+    ipc.IpcTransport(Peers(trainer, [engine], 2, "127.0.0.1", int(sizes), 300)).send()
     server.shutdown()
     problems = []
     if rank == 0:

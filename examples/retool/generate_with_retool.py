@@ -9,7 +9,6 @@ the final answer (`--rm-type`: by DAPO's published rule, or by meaning) and adds
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -20,7 +19,7 @@ from tool_sandbox import make_tools
 
 from slime_retool.config import Config, flag
 from slime_retool.errors import ConfigError
-from slime_retool.reward import compute_score, conversation_messages, format_score, shape_tool_use
+from slime_retool.reward import conversation_messages, default_reward, format_score, shape_tool_use
 from slime_retool.rollout.context import current_context
 from slime_retool.tool_use import LoopBudgets, ToolRegistry, make_format, run_chat_loop, run_tool_loop
 from slime_retool.types import Sample
@@ -83,12 +82,7 @@ async def reward_func(args: Config, sample: Sample, **kwargs: Any) -> dict[str, 
     `--shape-tool-use` says what the shaping counts, `--format-penalty` is taken off responses that are not well-formed.
     `acc` is never shaped.
     """
-    if sample.label is None:
-        raise ConfigError(f"sample {sample.index} has no label to compare with; check --label-key")
-    if args.rm_type == "dapo":  # microseconds
-        result = compute_score(sample.response, sample.label)
-    else:
-        result = await asyncio.to_thread(compute_score, sample.response, sample.label, args.rm_type)
+    result = await default_reward(args, sample)
     own = args.hook(HookArgs)
     result["score"] = shape_tool_use(result["score"], conversation_messages(sample, own.shape_tool_use))
     if own.format_penalty:

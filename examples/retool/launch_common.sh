@@ -22,6 +22,12 @@ if [[ -n "${MODEL}" && "${MODEL}" != tiny ]]; then
   exit 2
 fi
 
+if ! "${PYTHON}" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' > /dev/null 2>&1; then
+  echo "${PYTHON} has no torch: first 'source .venv/3.11/bin/activate' (made by 'make install'; your Python's version)," \
+    "or set PYTHON to an interpreter that has it" >&2
+  exit 2
+fi
+
 # use_model NAME: the model's flags. With MODEL=tiny, the tiny model and its data take the place of all paths.
 use_model() {
   if [[ "${MODEL}" == tiny ]]; then

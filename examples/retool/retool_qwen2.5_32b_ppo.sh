@@ -9,7 +9,9 @@ ALGORITHM_ARGS=(
   --advantage-estimator ppo
   --gamma 1.0
   --lambd 1.0
+  --normalize-advantages
   --critic-lr 2e-6
+  --value-clip 0.5
   --num-critic-only-steps 20
 
   # 4 optimizer steps

@@ -17,6 +17,8 @@ ROLLOUT_ARGS=(
   --rollout-batch-size 32
   --n-samples-per-prompt 8
   --rollout-max-response-len 8192
+  # Of prompt and response together, in training and in evaluation: what one GPU packs.
+  --rollout-max-context-len 9216
 
   --global-batch-size 256
   --balance-data

@@ -54,22 +54,22 @@ def card_of_device(name: str) -> Card | None:
 
 
 GEMM_SHARE = 0.68
-"""Of the peak, the matrix products of a train step with real values: 670 to 790 TFLOP/s were measured alone at the 4B
-shapes on an H200, less within a step, where the card draws its full power; chosen on the 4B row of docs/performance.md
-and checked on the others."""
+"""Share of the peak in the matrix products of a train step with real values: 670 to 790 TFLOP/s were measured alone at
+the 4B shapes on an H200, less within a step, where the card draws its full power; chosen on the 4B row of
+docs/performance.md and checked on the others."""
 EXPERT_GEMM_SHARE = 0.5
 """The same of grouped products over many experts. An assumption: not measured here."""
 ATTENTION_SHARES = {"flash_attn_4": (0.57, 0.39), "transformer_engine": (0.49, 0.30), "local": (0.28, 0.19)}
-"""Of the peak, causal attention over packed sequences, forward and backward, counting half of the square and for the
-backward twice the forward: flash-attn-4, cuDNN (Transformer Engine) and torch's varlen_attn, about the mean measured on
-an H200 over the length mix of benchmarks/train_step.py in 16k and in 32k tokens, with 32 and with 16 heads."""
+"""Share of the peak in causal attention over packed sequences, forward and backward, counting half of the square and
+for the backward twice the forward: flash-attn-4, cuDNN (Transformer Engine) and torch's varlen_attn, about the mean
+measured on an H200 over the length mix of benchmarks/train_step.py in 16k and 32k tokens, with 32 and 16 heads."""
 LOCAL_SHARE = 0.85
-"""Of the rate with Transformer Engine, layers without it, attention apart: chosen on the 0.6B row of
+"""Share of the rate with Transformer Engine, layers without it, attention apart: chosen on the 0.6B row of
 docs/performance.md."""
 BANDWIDTH_SHARE = 0.8
-"""Of the datasheet's device-memory bandwidth that long copies and elementwise kernels reach (a usual STREAM figure)."""
+"""Share of the datasheet's device-memory bandwidth in long copies and elementwise kernels (a usual STREAM figure)."""
 LINK_SHARE = 0.7
-"""Of NVLink's and the network's rate that large collectives reach: nccl-tests shows 320 to 370 of 450 GB/s."""
+"""Share of NVLink's and the network's rate that large collectives reach: nccl-tests shows 320 to 370 of 450 GB/s."""
 HOST_ADAM_BANDWIDTH = 25e9
 """Bytes per second and GPU of an optimizer on the host: half of about 400 GB/s of two sockets, for 8 GPUs. An
 assumption."""

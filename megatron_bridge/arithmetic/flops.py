@@ -25,7 +25,7 @@ def model_flops(
     logit_tokens: float | None = None,
     lora: LoraSpec | None = None,
 ) -> float:
-    """Of one pass over sequences of these lengths: forward, or forward and backward with `training`.
+    """Operations of one pass over sequences of these lengths: forward, or forward and backward with `training`.
 
     Of a mixture of experts the router and the experts that a token is sent to count. `logit_tokens` are those whose
     logits are computed (None: all). With `lora` frozen matrices have no gradient of their own: only their input's.

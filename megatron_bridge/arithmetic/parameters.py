@@ -15,7 +15,7 @@ class Widths:
     hidden: int
     queries: int
     keys: int
-    """Of keys; values are as wide."""
+    """Width of the keys; values are as wide."""
     ffn: int
     heads: int
 
@@ -31,7 +31,7 @@ def widths(model: ModelArgs) -> Widths:
 
 
 def layer_parameters(model: ModelArgs, tp: int = 1, *, experts: int = 0, etp: int = 1) -> int:
-    """Of one layer, on one of `tp` tensor-parallel ranks; `experts` > 0 is a mixture of which so many are counted."""
+    """Those of a layer on one of `tp` tensor-parallel ranks; `experts` > 0: a mixture of which so many are counted."""
     w = widths(model)
     attention = w.hidden * (2 * w.queries + 2 * w.keys)
     if model.add_qkv_bias:
@@ -44,23 +44,18 @@ def layer_parameters(model: ModelArgs, tp: int = 1, *, experts: int = 0, etp: in
 
 
 def expert_parameters(model: ModelArgs) -> int:
-    """Of one expert of one layer."""
+    """Parameters of one expert of one layer."""
     return 3 * required(model, "hidden_size") * required(model, "moe_ffn_hidden_size")
 
 
 def all_expert_parameters(model: ModelArgs) -> int:
-    """Of all experts of all layers."""
+    """Parameters of all experts of all layers."""
     layers = sum(moe_layers(model))
     return layers * required(model, "num_experts") * expert_parameters(model) if layers else 0
 
 
-def _layers_parameters(model: ModelArgs, experts: int) -> int:
-    """Of all layers, with so many experts counted where a layer has any."""
-    return sum(layer_parameters(model, experts=experts if mixture else 0) for mixture in moe_layers(model))
-
-
 def adapter_parameters(model: ModelArgs, lora: LoraSpec, tp: int = 1) -> int:
-    """Of one layer's LoRA adapters on one of `tp` tensor-parallel ranks (see `megatron_bridge.lora`)."""
+    """Parameters of one layer's LoRA adapters on one of `tp` tensor-parallel ranks (see `megatron_bridge.lora`)."""
     w = widths(model)
     whole_and_split = {  # inputs of A and outputs of B
         "linear_qkv": (w.hidden, w.queries + 2 * w.keys),
@@ -72,14 +67,16 @@ def adapter_parameters(model: ModelArgs, lora: LoraSpec, tp: int = 1) -> int:
 
 
 def total_parameters(model: ModelArgs) -> int:
-    """Of the checkpoint: without vocabulary padding, a tied output layer counted once."""
+    """Parameters of the checkpoint: without vocabulary padding, a tied output layer counted once."""
     matrices = 2 if model.untie_embeddings_and_output_weights else 1
     vocabulary = matrices * required(model, "vocab_size") * required(model, "hidden_size")
-    return _layers_parameters(model, model.num_experts or 0) + vocabulary + required(model, "hidden_size")
+    experts = model.num_experts or 0
+    layers = sum(layer_parameters(model, experts=experts if mixture else 0) for mixture in moe_layers(model))
+    return layers + vocabulary + required(model, "hidden_size")
 
 
 def active_parameters(model: ModelArgs) -> int:
-    """Of the checkpoint, with only those experts that one token is sent to."""
+    """Parameters of the checkpoint, with only those experts that one token is sent to."""
     if model.num_experts is None:
         return total_parameters(model)
     idle = model.num_experts - required(model, "moe_router_topk")

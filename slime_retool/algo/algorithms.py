@@ -1,7 +1,7 @@
 """Every algorithm and every loss, declared once as a record. Flags, --help, rules, trainer and docs derive from these.
 
 Nothing here imports torch: a function stands as the dotted path that it is loaded from where it runs. Records of your
-own are named by their dotted path, `--advantage-estimator my_module.MY_ALGORITHM`: see docs/algorithms.md.
+own are named by their dotted path, `--advantage-estimator my_module.MY_ALGORITHM`: see docs/extending.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function, load_object
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
-"""Of `kl.kl_estimate`."""
+"""Kinds of `kl.kl_estimate`."""
 TIS_LEVELS = ("token", "sequence", "geometric")
 TIS_MODES = ("truncate", "mask")
 """Both of `importance.importance_weights`."""

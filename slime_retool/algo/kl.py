@@ -14,7 +14,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
         k1 = -d                   unbiased, of either sign
         k2 = d^2 / 2              biased, low variance; its gradient is that of the KL itself, in expectation
-        k3 = exp(d) - d - 1       unbiased, never negative
+        k3 = exp(d) - d - 1       unbiased, never negative; d at most 20, so that exp(d) stays finite
         low_var_kl                k3 with d clamped to [-20, 20] and the result to [-10, 10]
 
     Differentiable in `log_probs` only. As a loss, k1 has the gradient of log_probs, whose expected value is 0: it
@@ -26,6 +26,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     if kind == "k2":
         return d.square() / 2
     if kind == "k3":
+        d = d.clamp(max=20)
         return d.exp() - d - 1
     if kind == "low_var_kl":
         d = d.clamp(-20, 20)

@@ -46,10 +46,8 @@ def linear_log_probs(
     `with_entropy`. Both are differentiable, given that every rank of the group computes the same loss from them.
     Where the weight has Megatron's fp32 `main_grad`, its gradient is added there, chunk by chunk, and autograd gets
     zeros, so that Megatron's hooks run as for any parameter; else the gradient goes to autograd.
-    Raises ValueError for a temperature that is not above 0.
     """
-    if temperature <= 0:
-        raise ValueError(f"the temperature must be above 0, got {temperature}; set --rollout-temperature")
+    assert temperature > 0, temperature
     tp = tp_group.size() if tp_group is not None else 1
     if chunk_size is None:
         rows = CHUNK_BYTES // (4 * max(1, len(weight)))

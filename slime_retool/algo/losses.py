@@ -49,10 +49,9 @@ def token_weights(
     - with `constant_length`, whatever `per_token` says: mask / (constant_length * n), which favours neither short nor
       long samples (Dr. GRPO, https://arxiv.org/abs/2503.20783).
 
-    A step without learned tokens has all weights 0. Raises ValueError for a constant_length below 1.
+    A step without learned tokens has all weights 0.
     """
-    if constant_length is not None and constant_length < 1:
-        raise ValueError(f"the constant length that divides a sample's loss must be at least 1, got {constant_length}")
+    assert constant_length is None or constant_length >= 1, constant_length
     if step_of is None:
         step_of = torch.zeros_like(segments.counts)
     counts = segments.counts.double()
@@ -88,7 +87,7 @@ class TokenInputs:
         if name not in self.columns:
             raise ValueError(
                 f"the loss reads the column {name!r}, and the batch has {', '.join(self.columns) or 'none'}; name it "
-                "in `needs` of a Loss record (docs/algorithms.md)"
+                "in `needs` of a Loss record (docs/extending.md)"
             )
         return safe(self.columns[name], self.weights).detach()
 
@@ -132,7 +131,7 @@ class TotalLoss:
         ]
         self.means = [name for term, _, _ in self._terms for name in term.means]
         self.names = ["loss", *(name for term, _, _ in self._terms for name in (*term.parts, *term.means))]
-        """Of all metrics, the loss itself first. `means` are means over tokens, the others parts of the loss."""
+        """Names of all metrics, the loss itself first. `means` are means over tokens, the others parts of the loss."""
 
     def __call__(self, inputs: LossInputs | ValueInputs) -> LossValue:
         """Raises ValueError for a metric that its term has not declared. A term of weight 0 is only measured."""
@@ -143,7 +142,7 @@ class TotalLoss:
             if undeclared := reported.keys() - {*term.parts, *term.means}:
                 raise ValueError(
                     f"{term.flag} reports {', '.join(sorted(undeclared))} without having declared it: name it in "
-                    "`parts` or `means` of a Loss record (docs/algorithms.md)"
+                    "`parts` or `means` of a Loss record (docs/extending.md)"
                 )
             metrics |= reported
             if weight != 0.0:

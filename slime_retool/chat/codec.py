@@ -32,7 +32,8 @@ class TextCodec:
         # Longest first, so that of two tokens with a common beginning the whole one is found, as the tokenizer does.
         ordered = sorted(self._added, key=lambda token: (-len(token), token))
         self._split = re.compile(f"({'|'.join(map(re.escape, ordered))})") if 0 < len(ordered) <= _MAX_ADDED else None
-        if not self._splits_alike():
+        probes = (probe.format(token) for token in self._added for probe in _PROBES)
+        if self._split is not None and any(self.encode(text) != self._encode(text) for text in probes):
             self._split = None
         self._bytes = _byte_table(self._rust, list(self._added.values())) if self._rust is not None else None
 
@@ -83,10 +84,6 @@ class TextCodec:
         if self._rust is not None and self._rust.truncation is None and self._rust.padding is None:
             return self._rust.encode(text, add_special_tokens=False).ids
         return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _splits_alike(self) -> bool:
-        texts = (probe.format(token) for token in self._added for probe in _PROBES)
-        return self._split is not None and all(self.encode(text) == self._encode(text) for text in texts)
 
 
 class _ByteTable(dict[int, bytes]):

@@ -11,18 +11,12 @@ import ray
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.trainer.rendezvous import Rendezvous
-from slime_retool.types import RolloutBatch, TrainSample
+from slime_retool.types import TrainSample
 
 
 def _address(several_hosts: bool) -> str:
     """Where other processes of the run reach this one: never beyond the host when the run has only one."""
     return ray.util.get_node_ip_address() if several_hosts else "127.0.0.1"
-
-
-def _interface(address: str) -> str | None:
-    """The network interface that has this address."""
-    found = (name for name, parts in psutil.net_if_addrs().items() if any(part.address == address for part in parts))
-    return next(found, None)
 
 
 @ray.remote(num_cpus=0)
@@ -32,9 +26,10 @@ class TrainerActor:
     def __init__(self, config: Config, rank: int, *, roles: str, several_hosts: bool) -> None:
         self._config, self._rank, self._roles = config, rank, roles
         self._host = _address(several_hosts)
-        if several_hosts and (interface := _interface(self._host)):
-            # Gloo would take the address of the host's name, which is often a loopback one.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        for interface, parts in psutil.net_if_addrs().items() if several_hosts else ():
+            if any(part.address == self._host for part in parts):
+                # Gloo would take the address of the host's name, which is often a loopback one.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._rendezvous: Rendezvous | None = None
         self._trainer: Any = None
         self._sync: Any = None
@@ -68,34 +63,19 @@ class TrainerActor:
         return state
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Leave the device; does nothing without --offload-train."""
-        if self._memory is not None:
-            self._memory.offload(keep_weights=keep_weights)
+        """Leave the device; with --offload-train only."""
+        self._memory.offload(keep_weights=keep_weights)
 
     def reload(self) -> None:
         """Take the device again."""
-        if self._memory is not None:
-            self._memory.reload()
+        self._memory.reload()
 
-    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
-        return self._trainer.train(batch, rollout_id)
-
-    # The parts of `train`, for groups with processes of their own: see `trainer.core`. Tensors are [N] on the CPU.
+    def trainer(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `trainer.core.Trainer`. Tensors are [N] on the CPU."""
+        return getattr(self._trainer, method)(*arguments)
 
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
-
-    def values(self, batch: RolloutBatch) -> Any:
-        return self._trainer.values(batch)
-
-    def prepare(self, batch: RolloutBatch, rollout_id: int, values: Any) -> Any:
-        return self._trainer.prepare(batch, rollout_id, values)
-
-    def optimize(self, rollout_id: int) -> dict[str, float]:
-        return self._trainer.optimize(rollout_id)
-
-    def train_critic(self, batch: RolloutBatch, rollout_id: int, values: Any, returns: Any) -> dict[str, float]:
-        return self._trainer.train_critic(batch, rollout_id, values, returns)
 
     def connect_engines(self, urls: list[str]) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
@@ -107,9 +87,6 @@ class TrainerActor:
 
     def weight_checksums(self) -> dict[str, str]:
         return self._sync.weight_checksums()
-
-    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        self._trainer.save(rollout_id, extra)
 
     def shutdown(self) -> None:
         if self._sync is not None:

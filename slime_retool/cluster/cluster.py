@@ -8,13 +8,14 @@ with Cluster(config) as cluster:
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 
 import ray
 
 from slime_retool.cluster.connection import connect
 from slime_retool.cluster.engines import Engines
 from slime_retool.cluster.files import check_files
-from slime_retool.cluster.placement import Placement, place
+from slime_retool.cluster.placement import place
 from slime_retool.cluster.remote import quietly
 from slime_retool.cluster.trainers import Trainers
 from slime_retool.config import Config
@@ -31,33 +32,26 @@ class Cluster:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._placement: Placement | None = None
 
     def __enter__(self) -> Cluster:
         connect(self._config)
-        try:
-            self._placement = place(self._config)
-            check_files(self._config, self._placement)
-        except BaseException:
-            self._leave()
-            raise
-        several_hosts = self._placement.several_hosts or self._config.engines_elsewhere
-        self.trainers = Trainers(self._config, self._placement.trainers, several_hosts=several_hosts)
-        self.engines = Engines(self._config, self._placement.engines, several_hosts=several_hosts)
+        with ExitStack() as stack:
+            stack.callback(ray.shutdown)
+            placement = place(self._config)
+            stack.callback(quietly, "the placement group", placement.release)
+            check_files(self._config, placement)
+            several_hosts = placement.several_hosts or self._config.engines_elsewhere
+            self.trainers = Trainers(self._config, placement.trainers, several_hosts=several_hosts)
+            self.engines = Engines(self._config, placement.engines, several_hosts=several_hosts)
+            stack.callback(self.engines.close)
+            # Before the engines: trainers leave the weight-update group while these can still answer.
+            stack.callback(self.trainers.close)
+            stack.callback(self.engines.stop_router)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.engines.stop_router()
-        # Before the engines: trainers leave the weight-update group while these can still answer.
-        self.trainers.close()
-        self.engines.close()
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._placement is not None and ray.is_initialized():
-            quietly("the placement group", self._placement.release)
-        self._placement = None
-        ray.shutdown()
+        self._stack.close()
 
     # One set of GPUs, in turns: begin_training, train, save, begin_update, update_weights, begin_generation. Without
     # --offload-train and --offload-rollout nothing leaves the device.

@@ -9,6 +9,7 @@ import socket
 import sys
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -27,14 +28,19 @@ def connect(config: Config) -> None:
     answers.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    env = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in _python_path() if p)}}
+    # Hooks named by dotted path must be importable in the actors as well.
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder and os.path.isdir(folder))
+    env = {"env_vars": {"PYTHONPATH": path}}
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
     # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
     address = config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
     if address != "local":
         logger.info("joining the Ray cluster at %s", address)
         try:
-            _require_answer(address)
+            # Where nothing listens Ray itself would try for ever.
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit():
+                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
             ray.init(address=address, **options)
         except (OSError, RayError) as error:  # RayError: the cluster asks for another token
             raise ConfigError(
@@ -45,7 +51,9 @@ def connect(config: Config) -> None:
         # "local": without an address Ray joins whatever instance it finds on the host, another run's as well.
         # Processes here reserve no CPUs, so any number of them fits on any machine.
         logger.info("starting Ray")
-        options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _object_store_bytes()}
+        # Room for a few rollout batches (Ray's default takes a third of the memory).
+        store = min(max(psutil.virtual_memory().total // 10, 80_000_000), 8_000_000_000)
+        options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": store}
         _start_private(options)
     if signal.getsignal(signal.SIGTERM) is not handler:
         signal.signal(signal.SIGTERM, handler)
@@ -62,21 +70,3 @@ def _start_private(options: dict[str, Any]) -> None:
                 raise
             logger.warning("Ray did not start in time; once more (%s)", error)
             ray.shutdown()
-
-
-def _require_answer(address: str) -> None:
-    """Raise OSError when nothing listens at HOST:PORT; Ray itself would try for ever."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-
-
-def _python_path() -> list[str]:
-    """Where this process finds modules: hooks named by dotted path must be importable in the actors as well."""
-    return [os.path.abspath(p) for p in sys.path if p and os.path.isdir(p)]
-
-
-def _object_store_bytes() -> int:
-    """Room for a few rollout batches: a tenth of memory, between 80 MB and 8 GB (Ray's default takes a third)."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(min(max(total // 10, 80_000_000), 8_000_000_000))

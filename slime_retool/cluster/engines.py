@@ -54,21 +54,19 @@ class Engines:
 
     def start(self) -> list[str]:
         """Start every engine, unless `launch` has. Returns their URLs (or those of the external ones)."""
-        if self._config.rollout_external_urls:
-            return self._know_external()
-        if not self._starting:
+        external = [url.rstrip("/") for url in self._config.rollout_external_urls]
+        if not self._starting and not external:
             self.launch()
         starting, self._starting = self._starting, []
-        return self._know(results(starting))
-
-    def _know(self, urls: list[str]) -> list[str]:
+        urls = external or results(starting)
         self._admins = [EngineAdmin(url, timeout=self._config.distributed_timeout_minutes * 60) for url in urls]
+        if external:
+            self._check_external()
         return urls
 
-    def _know_external(self) -> list[str]:
-        """The servers of --rollout-external-urls. Raises ConfigError for one that cannot be used."""
+    def _check_external(self) -> None:
+        """Raise ConfigError for a server of --rollout-external-urls that cannot be used."""
         config = self._config
-        urls = self._know([url.rstrip("/") for url in config.rollout_external_urls])
         for engine in self._admins:
             try:
                 workers = engine.tensor_parallel_size()
@@ -81,7 +79,6 @@ class Engines:
                     f"{expected}; set --rollout-num-gpus-per-engine {workers} (all external "
                     "engines alike) or --update-weight-transport disk"
                 )
-        return urls
 
     def start_router(self, urls: list[str]) -> str:
         """Start the router in front of `urls`. Returns its URL."""
@@ -149,5 +146,4 @@ class Engines:
     def close(self) -> None:
         """End all engines; never raises."""
         actors, self._actors = self._actors, []
-        if ray.is_initialized():
-            end("engines", actors, "stop")
+        end("engines", actors, "stop")

@@ -12,9 +12,6 @@ from slime_retool.cluster.placement import Placement
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 
-Named = tuple[str, str]
-"""A flag and a path."""
-
 
 def check_files(config: Config, placement: Placement) -> None:
     """Refuse (ConfigError) a run on several hosts one of which lacks a checkpoint, or another's checkpoints to come."""
@@ -28,7 +25,11 @@ def check_files(config: Config, placement: Placement) -> None:
     trainers = {slot.node: slot for slots in placement.trainers for slot in slots}
     with ExitStack() as stack:
         if not config.debug_rollout_only:
-            trained += _markers(config, stack)
+            # A file that is there for a moment in each folder that all training hosts write to.
+            for flag, folder in config.save_folders.items():
+                os.makedirs(folder, exist_ok=True)
+                marker = tempfile.NamedTemporaryFile(prefix=".slime-retool-shared-", dir=folder)
+                trained.append((flag, stack.enter_context(marker).name))
         hosts = {**engines, **trainers}.values()
         asked = [model + (trained if slot.node in trainers else []) for slot in hosts]
         answers = [
@@ -42,16 +43,6 @@ def check_files(config: Config, placement: Placement) -> None:
                         f"{flag}: host {address} does not see {path}; all hosts of a run need the same files under the "
                         "same paths (a shared file system)"
                     )
-
-
-def _markers(config: Config, stack: ExitStack) -> list[Named]:
-    """A file that is there for a moment in each folder that all training hosts write to."""
-    markers = []
-    for flag, folder in config.save_folders.items():
-        os.makedirs(folder, exist_ok=True)
-        marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".slime-retool-shared-", dir=folder))
-        markers.append((flag, marker.name))
-    return markers
 
 
 @ray.remote(num_cpus=0)

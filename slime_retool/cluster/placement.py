@@ -65,7 +65,8 @@ class Placement:
         return any(slot.node != self.driver for slots in (*self.trainers, *self.engines) for slot in slots)
 
     def release(self) -> None:
-        for group in self.groups:
+        """Free the GPUs; where Ray has ended they are free."""
+        for group in self.groups if ray.is_initialized() else ():
             remove_placement_group(group)
         self.groups = []
 
@@ -76,47 +77,36 @@ def place(config: Config) -> Placement:
     Raises ConfigError where the cluster has too few GPUs, they are on other hosts than the flags ask for, or they did
     not become free within PLACEMENT_SECONDS.
     """
-    placement = _place_on_gpus(config) if config.on_cuda else _place_on_cpus(config)
+    placement = Placement([], [], driver=ray.get_runtime_context().get_node_id())
     try:
+        (_place_on_gpus if config.on_cuda else _place_on_cpus)(config, placement)
         _check_disk_transport(config, placement)
-    except ConfigError:
+    except BaseException:
         placement.release()
         raise
     return placement
 
 
-def _place_on_gpus(config: Config) -> Placement:
+def _place_on_gpus(config: Config, placement: Placement) -> None:
     per_engine = config.rollout_num_gpus_per_engine
     own_engines = 0 if config.rollout_external_urls else config.num_engines
-    trainers = {
-        roles: [group.actor_num_gpus_per_node] * group.actor_num_nodes for roles, group in _trainer_groups(config)
-    }
+    groups = config.trainer_groups
+    if config.debug_rollout_only:  # colocated engines still take the first one's
+        groups = groups[:1] if config.colocate else []
+    trainers = {roles: [group.actor_num_gpus_per_node] * group.actor_num_nodes for roles, group in groups}
     engines = [] if config.colocate else [per_engine] * own_engines
     _check_hosts(trainers, engines, sorted((gpus for gpus in _gpus_by_node().values() if gpus), reverse=True))
     wanted = {name: sizes for name, sizes in (*trainers.items(), ("engines", engines)) if sizes}
-    placement = Placement([], [], driver=ray.get_runtime_context().get_node_id())
     found: dict[str, list[list[Slot]]] = {}
-    try:
-        # The largest first: what is left over is then more likely to hold the small ones.
-        for name in sorted(wanted, key=lambda name: -max(wanted[name])):
-            found[name] = _reserve(placement, wanted[name], spread=name != "engines")
-    except BaseException:
-        placement.release()
-        raise
+    # The largest first: what is left over is then more likely to hold the small ones.
+    for name in sorted(wanted, key=lambda name: -max(wanted[name])):
+        found[name] = _reserve(placement, wanted[name], spread=name != "engines")
     placement.trainers = [sum(found[roles], []) for roles in trainers]
     placement.engines = found.get("engines", [])
     if config.colocate:
         slots = placement.trainers[0]
         placement.engines = [slots[i * per_engine : (i + 1) * per_engine] for i in range(own_engines)]
         assert all(len({slot.node for slot in engine}) == 1 for engine in placement.engines), "checked by `validate`"
-    return placement
-
-
-def _trainer_groups(config: Config) -> list[tuple[str, Config]]:
-    """Those that need a place: with --debug-rollout-only colocated engines still take the first one's."""
-    if not config.debug_rollout_only:
-        return config.trainer_groups
-    return config.trainer_groups[:1] if config.colocate else []
 
 
 def _reserve(placement: Placement, sizes: list[int], *, spread: bool) -> list[list[Slot]]:
@@ -186,18 +176,17 @@ def _check_hosts(trainers: dict[str, list[int]], engines: list[int], hosts: list
         )
 
 
-def _place_on_cpus(config: Config) -> Placement:
-    driver = ray.get_runtime_context().get_node_id()
-    others = sorted(node for node in _gpus_by_node() if node != driver)
-    hosts = [Slot(node, None, NodeAffinitySchedulingStrategy(node, soft=False)) for node in (driver, *others)]
+def _place_on_cpus(config: Config, placement: Placement) -> None:
+    others = sorted(node for node in _gpus_by_node() if node != placement.driver)
+    hosts = [Slot(node, None, NodeAffinitySchedulingStrategy(node, soft=False)) for node in (placement.driver, *others)]
 
     def ranks(count: int, per_node: int) -> list[Slot]:
         return [hosts[rank // per_node % len(hosts)] for rank in range(count)]
 
-    trainers = [ranks(group.world_size, group.actor_num_gpus_per_node) for _, group in config.trainer_groups]
+    placement.trainers = [ranks(group.world_size, group.actor_num_gpus_per_node) for _, group in config.trainer_groups]
     own_engines = 0 if config.rollout_external_urls else config.num_engines
-    engines = (trainers[0] if config.colocate else ranks(own_engines, 1))[:own_engines]
-    return Placement(trainers, [[slot] for slot in engines], driver)
+    engines = (placement.trainers[0] if config.colocate else ranks(own_engines, 1))[:own_engines]
+    placement.engines = [[slot] for slot in engines]
 
 
 def _check_disk_transport(config: Config, placement: Placement) -> None:

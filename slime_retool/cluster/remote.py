@@ -41,7 +41,9 @@ def results(refs: list[Any]) -> list[Any]:
 
 
 def end(what: str, actors: list[Any], method: str) -> None:
-    """Let actors end what they started, then end them. Never raises."""
+    """Let actors end what they started, then end them; where Ray has ended so have they. Never raises."""
+    if not ray.is_initialized():
+        return
     quietly(what, lambda: ray.get(call(actors, method), timeout=STOP_SECONDS))
     for actor in actors:
         quietly(what, partial(ray.kill, actor))

@@ -16,28 +16,17 @@ from slime_retool.config import Config
 from slime_retool.types import RolloutBatch, TrainSample
 
 
-class TrainerGroup:
-    """The ranks of one process group, each an actor of its own."""
-
-    def __init__(self, config: Config, slots: list[Slot], roles: str, *, several_hosts: bool) -> None:
-        """Make the actors; `start` comes next. `roles`: see `trainer.core.ROLES`."""
-        assert len(slots) == config.world_size
-        environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
-        shipped = ray.put(config.for_actors())
-        self.actors = [
-            TrainerActor.options(**slot.options(environment)).remote(  # type: ignore[attr-defined]
-                shipped, rank, roles=roles, several_hosts=several_hosts
-            )
-            for rank, slot in enumerate(slots)
-        ]
-
-    def start(self) -> list[Any]:
-        """Let the ranks meet, build their models and load weights; gives what `results` waits for."""
-        (init_method,) = results(call(self.actors[:1], "rendezvous"))
-        return call(self.actors, "start", init_method)
-
-    def call(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
-        return call(self.actors, method, *arguments, **options)
+def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: bool) -> list[Any]:
+    """The ranks of one process group. `roles`: see `trainer.core.ROLES`."""
+    assert len(slots) == config.world_size
+    environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
+    shipped = ray.put(config.for_actors())
+    return [
+        TrainerActor.options(**slot.options(environment)).remote(  # type: ignore[attr-defined]
+            shipped, rank, roles=roles, several_hosts=several_hosts
+        )
+        for rank, slot in enumerate(slots)
+    ]
 
 
 class Trainers:
@@ -45,7 +34,8 @@ class Trainers:
 
     def __init__(self, config: Config, slots: list[list[Slot]], *, several_hosts: bool) -> None:
         self._config, self._slots, self._several_hosts = config, slots, several_hosts
-        self._groups: list[TrainerGroup] = []
+        self._groups: list[list[Any]] = []
+        """Actors of the ranks of each group."""
 
     def start(self, num_rollout: int) -> tuple[int, dict[str, Any]]:
         """Start every rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
@@ -54,60 +44,64 @@ class Trainers:
         """
         groups = replace(self._config, num_rollout=num_rollout).trainer_groups
         for (roles, config), slots in zip(groups, self._slots, strict=True):
-            self._groups.append(TrainerGroup(config, slots, roles, several_hosts=self._several_hosts))
-        return results([ref for group in self._groups for ref in group.start()])[0]
+            self._groups.append(_make_actors(config, slots, roles, self._several_hosts))
+        starting = []
+        for actors in self._groups:
+            (init_method,) = results(call(actors[:1], "rendezvous"))
+            starting += call(actors, "start", init_method)
+        return results(starting)[0]
 
     @property
-    def _policy(self) -> TrainerGroup:
+    def _policy(self) -> list[Any]:
         return self._groups[0]
 
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
         """One rollout's optimizer steps on all ranks."""
         shared = ray.put(batch)  # one copy per host, however many ranks read it
         if len(self._groups) == 1:
-            return results(self._policy.call("train", shared, rollout_id))[0]
+            return results(call(self._policy, "trainer", "train", shared, rollout_id))[0]
         policy, critic = self._groups
-        values = ray.put(results(critic.call("values", shared))[0])
-        returns = ray.put(results(policy.call("prepare", shared, rollout_id, values))[0])
+        values = ray.put(results(call(critic, "trainer", "values", shared))[0])
+        returns = ray.put(results(call(policy, "trainer", "prepare", shared, rollout_id, values))[0])
         metrics = results(
-            policy.call("optimize", rollout_id) + critic.call("train_critic", shared, rollout_id, values, returns)
+            call(policy, "trainer", "optimize", rollout_id)
+            + call(critic, "trainer", "train_critic", shared, rollout_id, values, returns)
         )
         return metrics[0] | metrics[-1]
 
     def log_probs(self, samples: Sequence[TrainSample]) -> list[float]:
         """Log-prob of every learned token, one sample after the other; 0 for the others."""
-        return results(self._policy.call("log_probs", ray.put(list(samples))))[0]
+        return results(call(self._policy, "log_probs", ray.put(list(samples))))[0]
 
     def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
         """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device."""
         # The policy's last: a checkpoint of it never lacks the critic's.
         for group in reversed(self._groups):
-            results(group.call("save", rollout_id, extra))
+            results(call(group, "trainer", "save", rollout_id, extra))
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Leave the device, where --offload-train says so."""
         if self._config.offloads_train:
-            results(self._policy.call("offload", keep_weights=keep_weights))
+            results(call(self._policy, "offload", keep_weights=keep_weights))
 
     def reload(self) -> None:
         """Take the device again."""
         if self._config.offloads_train:
-            results(self._policy.call("reload"))
+            results(call(self._policy, "reload"))
 
     def connect_engines(self, urls: list[str]) -> None:
         """Let the source rank know where its weights go."""
-        results(self._policy.call("connect_engines", urls))
+        results(call(self._policy, "connect_engines", urls))
 
     def update_weights(self, *, asleep: bool) -> int:
         """Send the weights into every engine; see `trainer.weight_sync`. Returns the new weight version."""
-        return results(self._policy.call("update_weights", asleep=asleep))[0]
+        return results(call(self._policy, "update_weights", asleep=asleep))[0]
 
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the trainer holds it, by Hugging Face name."""
-        return results(self._policy.call("weight_checksums"))[0]
+        return results(call(self._policy, "weight_checksums"))[0]
 
     def close(self) -> None:
         """End all ranks; never raises."""
         groups, self._groups = self._groups, []
-        if ray.is_initialized():
-            end("trainers", [actor for group in groups for actor in group.actors], "shutdown")
+        end("trainers", sum(groups, []), "shutdown")

@@ -6,16 +6,16 @@ The same as `tools/convert_hf_to_torch_dist.py` and `tools/convert_torch_dist_to
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace
 from megatron_bridge.model_config import ModelArgs
+from slime_retool.config.groups import folder
 from slime_retool.errors import ConfigError, run_command
 
 T = TypeVar("T")
-MISTAKES = (ValueError, OSError)
 
 TO_MEGATRON = """Convert a Hugging Face checkpoint (safetensors) into a Megatron torch_dist checkpoint.
 
@@ -38,8 +38,8 @@ merged into the weights that they were trained on, or with --peft written alone,
 class ToMegatronArgs(ModelArgs):
     """Conversion."""
 
-    hf_checkpoint: str | None = flag(None, metavar="DIR", help="Hugging Face checkpoint to read.")
-    save: str | None = flag(None, metavar="DIR", help="Directory to write.")
+    hf_checkpoint: str | None = folder("Hugging Face checkpoint to read.")
+    save: str | None = folder("Directory to write.")
     force: bool = flag(False, help="Replace the directory when it is there already.")
     tensor_model_parallel_size: int = flag(
         1, help="Only sets the padding of the vocabulary: the checkpoint fits every layout."
@@ -53,24 +53,17 @@ class ToMegatronArgs(ModelArgs):
 class ToHfArgs:
     """Conversion."""
 
-    input_dir: str | None = flag(None, metavar="DIR", help="torch_dist checkpoint to read.")
-    output_dir: str | None = flag(None, metavar="DIR", help="Directory to write.")
-    origin_hf_dir: str | None = flag(
-        None, metavar="DIR", help="Hugging Face checkpoint that gives config, tokenizer and layout of the files."
-    )
-    base_dir: str | None = flag(
-        None,
-        metavar="DIR",
-        help="torch_dist checkpoint under LoRA adapters, where it is no longer the run's --ref-load.",
-    )
+    input_dir: str | None = folder("torch_dist checkpoint to read.")
+    output_dir: str | None = folder("Directory to write.")
+    origin_hf_dir: str | None = folder("Hugging Face checkpoint that gives config, tokenizer and layout of the files.")
+    base_dir: str | None = folder("torch_dist checkpoint under LoRA adapters, where it is no longer --ref-load.")
     peft: bool = flag(False, help="Write only the LoRA adapters, in PEFT's format, for the weights in --origin-hf-dir.")
     force: bool = flag(False, help="Replace the directory when it is there already.")
 
 
 def to_megatron(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-megatron") -> int:
     """Hugging Face to torch_dist. Returns the exit code."""
-    args = _parse(ToMegatronArgs, argv, prog, TO_MEGATRON)
-    return run_command(prog, lambda: _to_megatron(args), mistakes=MISTAKES)
+    return _run(ToMegatronArgs, _to_megatron, argv, prog, TO_MEGATRON)
 
 
 def _to_megatron(args: ToMegatronArgs) -> int:
@@ -95,8 +88,7 @@ def _to_megatron(args: ToMegatronArgs) -> int:
 
 def to_hf(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-hf") -> int:
     """torch_dist to Hugging Face, or its adapters to PEFT. Returns the exit code."""
-    args = _parse(ToHfArgs, argv, prog, TO_HF)
-    return run_command(prog, lambda: _to_hf(args), mistakes=MISTAKES)
+    return _run(ToHfArgs, _to_hf, argv, prog, TO_HF)
 
 
 def _to_hf(args: ToHfArgs) -> int:
@@ -118,7 +110,8 @@ def _to_hf(args: ToHfArgs) -> int:
     return 0
 
 
-def _parse(cls: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
+def _run(cls: type[T], convert: Callable[[T], int], argv: Sequence[str] | None, prog: str, description: str) -> int:
     parser = OneLineParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser, cls)
-    return from_namespace(cls, parser.parse_args(argv))
+    args = from_namespace(cls, parser.parse_args(argv))
+    return run_command(prog, lambda: convert(args), mistakes=(ValueError, OSError))

@@ -135,7 +135,7 @@ class Config(
         policy = Role("actor", self)
         if not self.uses_critic:
             return [policy]
-        return [policy, Role("critic", self.of_critic(), has_logits=False, apart=self._critic_processes is not None)]
+        return [policy, Role("critic", self.of_critic(), has_logits=False, separate=self._critic_processes is not None)]
 
     @property
     def trainer_groups(self) -> list[tuple[str, Config]]:
@@ -297,7 +297,7 @@ class Role:
     """The run's options as this model has them: its learning rate, folders, adapters, and processes."""
     has_logits: bool = True
     """It predicts words. Otherwise one value for each token takes the place of the output layer."""
-    apart: bool = False
+    separate: bool = False
     """It has processes of its own, which train while the policy's do."""
 
     def flag(self, actors: str) -> str:

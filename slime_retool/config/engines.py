@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from megatron_bridge.model_config import nearest_divisor
 from slime_retool.config.config import Config
+from slime_retool.config.groups import TRANSPORTS
 from slime_retool.config.require import require
 from slime_retool.errors import ConfigError
+from slime_retool.protocols import load_function
 
 
 def check_engines(config: Config) -> None:
@@ -20,6 +22,10 @@ def check_engines(config: Config) -> None:
             f"the nearest size that does is {nearest_divisor(total, per_engine)}"
         )
     transport = config.weight_transport
+    if transport not in TRANSPORTS:
+        known = f"auto, {', '.join(TRANSPORTS)}, or the dotted path of a Transport"
+        require("." in transport, f"--update-weight-transport must be one of {known}, got {transport}")
+        load_function(transport, "--update-weight-transport")
     if config.colocate:
         _check_colocated(config, total)
     else:

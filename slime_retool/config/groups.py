@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_bridge.flags import flag
 from megatron_bridge.lora_spec import TARGET_MODULES
@@ -19,6 +20,22 @@ from slime_retool.algo.algorithms import (
 
 RL_ROLLOUT = "slime_retool.rollout.rl_rollout.generate_rollout"
 SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
+TRANSPORTS = {
+    "ipc": "slime_retool.trainer.weight_sync.ipc.IpcTransport",
+    "broadcast": "slime_retool.trainer.weight_sync.broadcast.BroadcastTransport",
+    "disk": "slime_retool.trainer.weight_sync.disk.DiskTransport",
+}
+"""How weights reach the engines: the path of a `trainer.weight_sync.transport.Transport`, by name."""
+
+
+def folder(help: str) -> Any:
+    """A flag that names a folder; there is none by default."""
+    return flag(None, metavar="DIR", help=help)
+
+
+def hook(help: str) -> Any:
+    """A flag that names a function by its dotted path; there is none by default."""
+    return flag(None, metavar="MODULE.FUNCTION", help=help)
 
 
 @dataclass(frozen=True)
@@ -50,19 +67,18 @@ class ClusterArgs:
     )
     update_weight_transport: str = flag(
         "auto",
-        choices=("auto", "ipc", "broadcast", "disk"),
-        help="How new weights reach the engines. auto: ipc with --colocate, disk for external engines with "
+        metavar="NAME",
+        help=f"How new weights reach the engines: auto, {', '.join(TRANSPORTS)}, or the dotted path of a Transport of "
+        "your own (docs/extending.md). auto: ipc with --colocate, disk for external engines with "
         "--update-weight-disk-dir, else broadcast (NCCL, gloo on the CPU). disk: through files, for engines that can "
         "join no group.",
     )
     update_weight_buffer_size: int = flag(
         512 * 2**20, min=1, help="Bytes of one bucket of a weight update; two are in memory during one."
     )
-    update_weight_disk_dir: str | None = flag(
-        None,
-        metavar="DIR",
-        help="Folder of the disk transport, under the same path for the engines (default, for engines on the first "
-        "trainer rank's host: memory of that host, else --output-dir).",
+    update_weight_disk_dir: str | None = folder(
+        "Folder of the disk transport, under the same path for the engines (default, for engines on the first "
+        "trainer rank's host: memory of that host, else --output-dir)."
     )
     ray_address: str | None = flag(
         None,
@@ -93,23 +109,15 @@ class ParallelArgs:
 class CheckpointArgs:
     """Checkpoints."""
 
-    hf_checkpoint: str | None = flag(
-        None, metavar="DIR", help="Hugging Face checkpoint: tokenizer, config, and the engines' first weights."
-    )
-    load: str | None = flag(
-        None, metavar="DIR", help="Resume from this torch_dist folder; an empty or missing one starts from --ref-load."
-    )
-    ref_load: str | None = flag(
-        None, metavar="DIR", help="torch_dist checkpoint of the reference model, and of a fresh run's first weights."
-    )
-    save: str | None = flag(None, metavar="DIR", help="Write torch_dist checkpoints here.")
+    hf_checkpoint: str | None = folder("Hugging Face checkpoint: tokenizer, config, and the engines' first weights.")
+    load: str | None = folder("Resume from this torch_dist folder; an empty or missing one starts from --ref-load.")
+    ref_load: str | None = folder("torch_dist checkpoint of the reference model, and of a fresh run's first weights.")
+    save: str | None = folder("Write torch_dist checkpoints here.")
     save_interval: int | None = flag(None, min=1, help="Save every this many rollouts, and at the end.")
     save_keep: int | None = flag(
         None, min=1, help="Keep this many of the newest checkpoints; older ones are deleted once a new one is complete."
     )
-    save_hf: str | None = flag(
-        None, metavar="DIR", help="At the end also write the weights here in Hugging Face's format."
-    )
+    save_hf: str | None = folder("At the end also write the weights here in Hugging Face's format.")
     no_save_optim: bool = flag(
         False, help="Leave the optimizer out of saved checkpoints: smaller; a run resumed from one starts Adam anew."
     )
@@ -149,11 +157,9 @@ class RolloutArgs:
     over_sampling_batch_size: int | None = flag(
         None, help="Prompts in flight at once when groups may be dropped; at least --rollout-batch-size."
     )
-    dynamic_sampling_filter_path: str | None = flag(
-        None,
-        metavar="MODULE.FUNCTION",
-        help="Function (args, group) -> bool that keeps a group of samples; dropped groups are replaced. DAPO's is "
-        "slime_retool.rollout.filters.check_reward_nonzero_std.",
+    dynamic_sampling_filter_path: str | None = hook(
+        "Function (args, group) -> bool that keeps a group of samples; dropped groups are replaced. DAPO's is "
+        "slime_retool.rollout.filters.check_reward_nonzero_std."
     )
     max_sampling_rounds: int = flag(
         20,
@@ -166,14 +172,10 @@ class RolloutArgs:
         help="Function that makes one training batch; with --loss-type sft_loss instead of the default "
         f"{SFT_ROLLOUT}.",
     )
-    custom_generate_function_path: str | None = flag(
-        None,
-        metavar="MODULE.FUNCTION",
-        help="Hook generate(args, sample, sampling_params); without it one plain turn is generated.",
+    custom_generate_function_path: str | None = hook(
+        "Hook generate(args, sample, sampling_params); without it one plain turn is generated."
     )
-    custom_rm_path: str | None = flag(
-        None, metavar="MODULE.FUNCTION", help="Hook reward_func(args, sample) -> number or dict."
-    )
+    custom_rm_path: str | None = hook("Hook reward_func(args, sample) -> number or dict.")
     rm_type: str = flag(
         "dapo",
         choices=("dapo", "math_verify"),
@@ -274,7 +276,7 @@ class AlgoArgs:
     loss_type: str = flag(
         next(iter(LOSSES)),
         metavar="NAME",
-        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/algorithms.md). "
+        help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/extending.md). "
         "sft_loss starts no engines and takes each conversation once.",
     )
     advantage_estimator: str = flag(
@@ -282,7 +284,7 @@ class AlgoArgs:
         metavar="NAME",
         help="How rewards become advantages: "
         f"{'; '.join(f'{name}, {algorithm.summary}' for name, algorithm in ALGORITHMS.items())}; "
-        "or the dotted path of an algorithm of your own (docs/algorithms.md).",
+        "or the dotted path of an algorithm of your own (docs/extending.md).",
     )
     disable_grpo_std_normalization: bool = flag(False, help="Do not divide advantages by the group's deviation.")
     normalize_advantages: bool = flag(
@@ -361,12 +363,8 @@ class CriticArgs:
     critic_num_gpus_per_node: int | None = flag(
         None, min=1, help="Processes per host for the critic alone, one GPU each; same parallel sizes as the actor."
     )
-    critic_load: str | None = flag(
-        None, metavar="DIR", help="The critic's checkpoint: resumed, or its first weights (default: LOAD/critic)."
-    )
-    critic_save: str | None = flag(
-        None, metavar="DIR", help="Write the critic's checkpoints here (default: SAVE/critic)."
-    )
+    critic_load: str | None = folder("The critic's checkpoint: resumed, or its first weights (default: LOAD/critic).")
+    critic_save: str | None = folder("Write the critic's checkpoints here (default: SAVE/critic).")
     critic_lr: float | None = flag(None, above=0, help="The critic's peak learning rate (default: --lr).")
     critic_lr_warmup_iters: int = flag(0, min=0, help="The critic's optimizer steps of linear warm-up.")
     num_critic_only_steps: int = flag(0, min=0, help="First rollouts in which only the critic is trained.")
@@ -529,6 +527,7 @@ class TrackingArgs:
     wandb_key: str | None = flag(None, secret=True, help="W&B key (else WANDB_API_KEY or an earlier `wandb login`).")
     wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"), help="W&B mode.")
     use_tensorboard: bool = flag(False, help="Write TensorBoard event files to --output-dir.")
+    custom_tracker_path: str | None = hook("Hook tracker(args) -> a tracker of your own (docs/extending.md).")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def read_checkpoint(config: Config) -> HfConfig:
 
 
 def _device(config: Config) -> dict[str, Any]:
-    """Of `--device auto`: cuda when this host shows an NVIDIA device and does not hide it, else cpu.
+    """What `--device auto` is: cuda when this host shows an NVIDIA device and does not hide it, else cpu.
 
     `CUDA_VISIBLE_DEVICES` hides all where it is empty or begins with -1.
     """

@@ -33,7 +33,10 @@ def schedule_steps(config: Config, flag_of: Callable[[str], str] = str) -> tuple
 
     ConfigError when the schedule's length is unknown or too short; `flag_of` names the model's own flags.
     """
-    total = _decay_steps(config)
+    total = config.lr_decay_iters
+    if total is None and config.num_rollout is not None:
+        rollouts = config.num_rollout - config.policy_starts_at  # those before train no policy
+        total = (rollouts if rollouts > 0 else config.num_rollout) * config.steps_per_rollout
     decays = config.lr_decay_style != "constant"
     if total is None and (decays or config.lr_warmup_fraction is not None):
         raise ConfigError(
@@ -65,14 +68,6 @@ def check_schedule(config: Config) -> None:
         return
     for role in config.roles:
         schedule_steps(role.config, role.flag)
-
-
-def _decay_steps(config: Config) -> int | None:
-    """Optimizer steps of the run, or --lr-decay-iters. Before the rollout `policy_starts_at` there are none."""
-    if config.lr_decay_iters is not None or config.num_rollout is None:
-        return config.lr_decay_iters
-    rollouts = config.num_rollout - config.policy_starts_at
-    return (rollouts if rollouts > 0 else config.num_rollout) * config.steps_per_rollout
 
 
 def saves_after(config: Config, rollout_id: int) -> bool:

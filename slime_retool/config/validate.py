@@ -165,7 +165,7 @@ def _check_checkpoints(config: Config) -> None:
     if config.save is None:
         refuse_unused(config, ("save_interval", "save_keep", "save_hf"), "--save DIR")
     require(
-        config.save is None or config.ref_load is None or not _same_place(config.save, config.ref_load),
+        not (config.save and config.ref_load) or os.path.realpath(config.save) != os.path.realpath(config.ref_load),
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
         "name another folder",
     )
@@ -196,10 +196,6 @@ def _check_room(config: Config) -> None:
             f"{place}: a checkpoint takes {size / GIB:.1f} GiB and {free / GIB:.1f} GiB are free on that disk; "
             "make room or name a folder on another disk",
         )
-
-
-def _same_place(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _check_lora(config: Config) -> None:

@@ -36,10 +36,15 @@ def parse_tools(value: Any, where: str) -> list[ToolSchema] | None:
         raise DataError(f"{where} must be a list of tool schemas, got {str(tools)[:80]!r}")
     tools = [parse_json(tool, where) for tool in tools]
     for tool in tools:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"{where}: a tool schema must be an object with a function name, got {str(tool)[:80]!r}")
+        _function(tool, f"{where}: a tool schema")
     return tools
+
+
+def _function(value: Any, what: str) -> dict[str, Any]:
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{what} must be an object with a function name, got {str(value)[:80]!r}")
+    return function
 
 
 def _parse_message(value: Any, where: str) -> Message:
@@ -61,9 +66,7 @@ def _parse_message(value: Any, where: str) -> Message:
 
 def _parse_call(value: Any, where: str) -> dict[str, Any]:
     call = parse_json(value, where)
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}: a call must be an object with a function name, got {str(call)[:80]!r}")
+    function = _function(call, f"{where}: a call")
     arguments = parse_json(function.get("arguments") or {}, f"{where}, arguments of {function['name']}")
     if not isinstance(arguments, dict):
         raise DataError(f"{where}: arguments of {function['name']} must be an object, got {str(arguments)[:80]!r}")

@@ -1,51 +1,60 @@
-"""Question and answer of a math data row, whichever of the published schemas it has."""
+"""Question and label of a data row, whichever of the published schemas it has."""
 
 from __future__ import annotations
+
+import json
+import re
+from typing import Any
 
 from slime_retool.data.math_prompts import bare_question
 from slime_retool.data.messages import parse_messages
 from slime_retool.data.readers import Row
 from slime_retool.errors import DataError
 
-# (question column, answer column), the first that fits; None stands for verl's reward_model.ground_truth.
-SCHEMAS = (
-    ("prompt", None),
-    ("prompt", "label"),
-    ("input", "output"),
-    ("problem", "answer"),
-    ("question", "answer"),
-)
+# (question column, label column), the first that fits.
+SCHEMAS = (("prompt", "label"), ("input", "output"), ("problem", "answer"), ("question", "answer"))
 _GSM8K_MARK = "\n#### "
+_GROUPED_INTEGER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+")
+
+
+def read_label(row: Row, key: str) -> str | None:
+    """The label in column `key`, else in verl's `reward_model.ground_truth`, as text; None where neither holds one.
+
+    Stripped; of a worked solution in GSM8K's form, the answer behind its last "####"; of an integer, the digits without
+    thousands separators. Null, NaN and blank text are no label.
+    """
+    verl = row.get("reward_model")
+    return _text(row.get(key)) or _text(verl.get("ground_truth") if isinstance(verl, dict) else None)
+
+
+def _text(value: Any) -> str | None:
+    if value is None or value != value:  # NaN
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = text.rpartition(_GSM8K_MARK)[2].strip()
+    return (text.replace(",", "") if _GROUPED_INTEGER.fullmatch(text) else text) or None
 
 
 def question_and_answer(row: Row, where: str) -> tuple[str, str]:
-    """The question's text and the final answer's, as they stand in the row.
+    """The question's text as it stands in the row, and its label (see `read_label`).
 
     Raises DataError, naming `where`, when no known schema fits.
     """
     for question_key, label_key in SCHEMAS:
-        if label_key is None:
-            verl = row.get("reward_model")
-            label = verl.get("ground_truth") if isinstance(verl, dict) else None
-        else:
-            label = row.get(label_key)
-        if row.get(question_key) is not None and label is not None:
+        text, label = row.get(question_key), read_label(row, label_key)
+        if text is not None and label is not None:
             break
     else:
-        known = ", ".join(f"{q}+{a or 'reward_model.ground_truth'}" for q, a in SCHEMAS)
-        raise DataError(f"{where}: needs one of the column pairs {known}; it has {', '.join(row)}")
-    text = row[question_key]
+        known = ", ".join(f"{question}+{label}" for question, label in SCHEMAS)
+        raise DataError(
+            f"{where}: needs one of the column pairs {known} (or reward_model.ground_truth), the label not empty; "
+            f"it has {', '.join(row)}"
+        )
     if not isinstance(text, str):
         users = [m["content"] for m in parse_messages(text, f"{where}, {question_key}") if m["role"] == "user"]
         if len(users) != 1:
             raise DataError(f"{where}: the prompt must hold exactly one user message, got {len(users)}")
         text = users[0]
-    answer = final_answer(str(label)).strip()
-    if not bare_question(text) or not answer:
-        raise DataError(f"{where}: question and answer must not be empty")
-    return text, answer
-
-
-def final_answer(label: str) -> str:
-    """The label itself or, of a worked solution in GSM8K's form, the answer behind its last "####"."""
-    return label.rpartition(_GSM8K_MARK)[2].strip() if _GSM8K_MARK in label else label
+    if not bare_question(text):
+        raise DataError(f"{where}: the question must not be empty")
+    return text, label

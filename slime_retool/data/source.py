@@ -14,7 +14,7 @@ from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
 from slime_retool.config.data_sets import DataSet
 from slime_retool.data.messages import parse_messages, parse_tools
-from slime_retool.data.questions import final_answer
+from slime_retool.data.questions import read_label
 from slime_retool.data.readers import Row, parse_json, read_rows
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.types import Message, Sample
@@ -94,17 +94,15 @@ class PromptDataSource:
         }
 
     def _next_group_of_samples(self) -> list[Sample]:
-        row = self._next_row()
+        if self._returned:
+            row = self._rows[self._returned.pop(0)]
+        else:
+            drawn = [stream.num_drawn for stream in self._streams]
+            row = self._streams[next_of_mixture(drawn, self._weights)].next_row()
         group = [copy_sample(row, self._next_index + i, self._next_group) for i in range(self._copies)]
         self._next_index += self._copies
         self._next_group += 1
         return group
-
-    def _next_row(self) -> Sample:
-        if self._returned:
-            return self._rows[self._returned.pop(0)]
-        drawn = [stream.num_drawn for stream in self._streams]
-        return self._streams[next_of_mixture(drawn, self._weights)].next_row()
 
 
 class _Stream:
@@ -159,9 +157,8 @@ def samples_from_file(
     """One PENDING sample per row, in file order; `index` and `group_index` are the row's number.
 
     A message list (or JSON text of one) stays a conversation; other text is the prompt itself or, with
-    `--apply-chat-template`, one user message. The label is `label_key`'s column, else verl's
-    `reward_model.ground_truth`, as text; of a worked solution in GSM8K's form, the answer behind "####". Metadata holds
-    the metadata column (else verl's `extra_info`) and `data_source`.
+    `--apply-chat-template`, one user message. For the label see `read_label`; rows without one
+    are named in a warning. Metadata holds the metadata column (else verl's `extra_info`) and `data_source`.
 
     Raises ConfigError or DataError, naming file and row.
     """
@@ -176,16 +173,17 @@ def samples_from_file(
         samples.append(
             Sample(
                 prompt=_prompt(row[input_key], config.apply_chat_template, f"{where}, column {input_key!r}"),
-                label=_label(row, label_key),
+                label=read_label(row, label_key),
                 index=number,
                 group_index=number,
                 tools=parse_tools(row.get(config.tool_key), f"{where}, column {config.tool_key!r}"),
                 metadata=_metadata(row, config.metadata_key, where),
             )
         )
-    unlabelled = sum(sample.label is None for sample in samples)
+    unlabelled = [str(sample.index + 1) for sample in samples if sample.label is None]
     if unlabelled and not config.loss.supervised:
-        logger.warning("%s: %d of %d rows have no label in column %r", path, unlabelled, len(samples), label_key)
+        count, shown = f"{len(unlabelled)} of {len(samples)}", ", ".join(unlabelled[:5])
+        logger.warning("%s: %s rows have no label in column %r; the first: row %s", path, count, label_key, shown)
     return samples
 
 
@@ -241,17 +239,6 @@ def _is_message_text(text: str) -> bool:
     except ValueError:
         return False
     return all(isinstance(item, dict) and "role" in item for item in value)
-
-
-def _label(row: Row, key: str) -> str | None:
-    value = row.get(key)
-    if value is None and isinstance(row.get("reward_model"), dict):
-        value = row["reward_model"].get("ground_truth")
-    if isinstance(value, str):
-        return final_answer(value)
-    if value is None:
-        return None
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _metadata(row: Row, key: str, where: str) -> dict[str, Any]:

@@ -163,22 +163,18 @@ class EngineAdmin:
     def _post(self, path: str, body: dict[str, Any]) -> None:
         """POST JSON; a reply with `success: false` is an error whatever its HTTP status."""
         text = self._request(path, body)
-        try:
-            reply = json.loads(text) if text else {}
-        except ValueError:
-            return
-        if isinstance(reply, dict) and reply.get("success") is False:
+        reply = _parsed(text)
+        if reply.get("success") is False:
             raise WeightUpdateError(f"{self.url}{path} refused: {reply.get('message') or text}")
 
     def _get(self, path: str, field: str) -> Any:
         """A field of the JSON object that a GET is answered with."""
         text = self._request(path, None)
-        try:
-            return json.loads(text)[field]
-        except (ValueError, KeyError, TypeError) as error:
+        if field not in (reply := _parsed(text)):
             raise WeightUpdateError(
                 f"{self.url}{path} has no {field!r} in its answer, as an SGLang server's has: {text[:200]}"
-            ) from error
+            )
+        return reply[field]
 
     def _request(self, path: str, body: dict[str, Any] | None) -> str:
         request = urllib.request.Request(
@@ -191,7 +187,9 @@ class EngineAdmin:
                 return reply.read().decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace").strip()
-            raise WeightUpdateError(f"{self.url}{path} answered HTTP {error.code}: {_message(text)}") from error
+            reply = _parsed(text)
+            message = reply.get("message") or reply.get("error") or text or "(no message)"
+            raise WeightUpdateError(f"{self.url}{path} answered HTTP {error.code}: {message}") from error
         except TimeoutError as error:
             raise WeightUpdateError(f"{self.url}{path} did not answer within {self.timeout:g} s") from error
         except (OSError, ValueError, HTTPException) as error:
@@ -241,12 +239,10 @@ class _EmptyTensor:
         return torch.Tensor, ()
 
 
-def _message(text: str) -> str:
-    """The server's own sentence, where the reply has one."""
+def _parsed(text: str) -> dict[str, Any]:
+    """The JSON object that a reply is; {} for any other reply."""
     try:
         reply = json.loads(text)
     except ValueError:
-        return text or "(no message)"
-    if isinstance(reply, dict):
-        return str(reply.get("message") or reply.get("error") or text)
-    return text
+        return {}
+    return reply if isinstance(reply, dict) else {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from slime_retool.config import Config
@@ -32,7 +33,7 @@ parser.parse_args(sys.argv[1:])
 PARSE_TIMEOUT = 180.0
 
 
-class ServerFlagCheck:
+class ServerFlagCheck(ExitStack[None]):
     """SGLang's own parser in a process of its own; importing it takes ten seconds and more.
 
     Nothing is started where there is nothing to ask: without such flags, and without engines of the run's own. The
@@ -41,18 +42,21 @@ class ServerFlagCheck:
 
     def __init__(self, config: Config) -> None:
         """Start asking. Raises ConfigError for a flag that collides with a value of the run (`OWNED_FLAGS`)."""
+        super().__init__()
         check_owned(config)
         self._words = [word for name, values in config.sglang_server_flags.items() for word in (name, *values)]
         self._process: SupervisedProcess | None = None
         if not self._words or config.rollout_external_urls or config.num_engines == 0:
             return
         logger.info("asking SGLang whether it takes %s", " ".join(self._words))
-        self._folder = tempfile.TemporaryDirectory(prefix="slime-retool-")
-        self._process = SupervisedProcess(
-            [sys.executable, "-c", PARSE, "--model-path", "none", *self._words],
-            log_path=Path(self._folder.name) / "flags.log",
-            environment=server_environment(config, None),
-            grace=1.0,
+        folder = self.enter_context(tempfile.TemporaryDirectory(prefix="slime-retool-"))
+        self._process = self.enter_context(
+            SupervisedProcess(
+                [sys.executable, "-c", PARSE, "--model-path", "none", *self._words],
+                log_path=Path(folder) / "flags.log",
+                environment=server_environment(config, None),
+                grace=1.0,
+            )
         )
 
     def wait(self) -> None:
@@ -66,16 +70,3 @@ class ServerFlagCheck:
             lines = self._process.log_tail().strip().splitlines() or ["no message"]
             raise ConfigError(f"SGLang refuses the --sglang-* flags {' '.join(self._words)}: {lines[-1]}")
         logger.info("SGLang takes the --sglang-* flags")
-
-    def close(self) -> None:
-        """End the process if it still runs; safe to call twice."""
-        if self._process is not None:
-            self._process.stop()
-            self._process = None
-            self._folder.cleanup()
-
-    def __enter__(self) -> ServerFlagCheck:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import TypeVar
 from slime_retool.engine import supervisor
 from slime_retool.errors import SlimeRetoolError
 
-S = TypeVar("S", bound="Server")
+P = TypeVar("P", bound="SupervisedProcess")
 
 TAIL_LINES = 25
 PORT_TRIES = 4
@@ -117,20 +116,16 @@ class SupervisedProcess:
 
     def wait_until_ready(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
         """Poll `ready` until it is true. Raises ServerError when the process ends before, or after `timeout` s."""
-        deadline = time.monotonic() + timeout
-        while True:
-            if not self.alive:
-                raise ServerError(
-                    f"{what} ended with status {self._process.returncode} while starting; end of {self.log_path}:\n"
-                    f"{self.log_tail()}"
-                )
+        deadline, problem = time.monotonic() + timeout, f"was not ready after {timeout:g} s"
+        while self.alive:
             if ready():
                 return
             if time.monotonic() > deadline:
-                raise ServerError(
-                    f"{what} was not ready after {timeout:g} s; end of {self.log_path}:\n{self.log_tail()}"
-                )
+                break
             time.sleep(0.2)
+        else:
+            problem = f"ended with status {self._process.returncode} while starting"
+        raise ServerError(f"{what} {problem}; end of {self.log_path}:\n{self.log_tail()}")
 
     def wait(self, timeout: float) -> int | None:
         """The exit status, when the command ends by itself within `timeout` seconds; else None."""
@@ -144,8 +139,7 @@ class SupervisedProcess:
         if self._stopped:
             return
         self._stopped = True
-        if self.alive:
-            self._process.send_signal(signal.SIGTERM)
+        self._process.terminate()
         try:
             self._process.wait(self._grace + 10.0)
         except subprocess.TimeoutExpired:
@@ -153,7 +147,7 @@ class SupervisedProcess:
             self._process.wait()
         os.close(self._lifeline)
 
-    def __enter__(self) -> SupervisedProcess:
+    def __enter__(self: P) -> P:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -166,12 +160,11 @@ def port_was_taken(error: ServerError) -> bool:
     return any(words in text for words in PORT_TAKEN)
 
 
-class Server:
+class Server(SupervisedProcess):
     """A supervised server on a free port of its own; base of the engine and the router."""
 
     host: str
     port: int
-    _process: SupervisedProcess
 
     def _start(
         self,
@@ -195,37 +188,15 @@ class Server:
         for attempt in range(PORT_TRIES):
             with held_ports(num_ports, host) as ports:
                 self.port = ports[0]
-                self._process = SupervisedProcess(
-                    command(ports), log_path=log_path, environment=environment, grace=grace
-                )
+                super().__init__(command(ports), log_path=log_path, environment=environment, grace=grace)
                 try:
-                    self._process.wait_until_ready(lambda: answers(f"{self.url}{health_path}"), timeout, what)
+                    self.wait_until_ready(lambda: answers(f"{self.url}{health_path}"), timeout, what)
                     return
-                except ServerError as error:
-                    self._process.stop()
-                    if attempt == PORT_TRIES - 1 or not port_was_taken(error):
+                except BaseException as error:
+                    self.stop()
+                    if attempt == PORT_TRIES - 1 or not (isinstance(error, ServerError) and port_was_taken(error)):
                         raise
-                except BaseException:
-                    self._process.stop()
-                    raise
 
     @property
     def url(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
-
-    @property
-    def alive(self) -> bool:
-        return self._process.alive
-
-    def log_tail(self) -> str:
-        return self._process.log_tail()
-
-    def stop(self) -> None:
-        """End the server and all its children; safe to call twice."""
-        self._process.stop()
-
-    def __enter__(self: S) -> S:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()

@@ -194,9 +194,11 @@ class EngineProcess(Server):
         healthy within --sglang-startup-timeout.
         """
         flags = server_flags(config, rank=rank)
+        command = [sys.executable, "-m", "sglang.launch_server", "--host", host]
+        command += [word for name, values in flags.items() for word in (name, *values)]
         self._start(
             f"SGLang engine {rank}",
-            lambda ports: _command(flags | {"--host": [host], "--port": [str(ports[0])]}),
+            lambda ports: [*command, "--port", str(ports[0])],
             host=host,
             health_path="/health",
             timeout=config.sglang_startup_timeout,
@@ -208,9 +210,3 @@ class EngineProcess(Server):
     def admin(self, *, timeout: float = 300.0) -> EngineAdmin:
         """A client of the control endpoints."""
         return EngineAdmin(self.url, timeout=timeout)
-
-
-def _command(flags: Flags) -> list[str]:
-    return [sys.executable, "-m", "sglang.launch_server"] + [
-        word for name, values in flags.items() for word in (name, *values)
-    ]

@@ -57,26 +57,13 @@ def main(lifeline: int, grace: float, command: list[str]) -> int:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     code = child.wait()
-    while children := _children():  # adopted processes, whatever session they are in
+    adopted = Path(f"/proc/self/task/{os.getpid()}/children")  # whatever session they are in
+    while children := [int(pid) for pid in adopted.read_text().split()]:
         for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        _reap(child.pid)
-        time.sleep(POLL_SECONDS / 10)
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
     return code if code >= 0 else 128 - code
-
-
-def _children() -> list[int]:
-    """Our children: the command until it is reaped, and whatever it left behind."""
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-
-
-def _reap(command_pid: int) -> None:
-    """Collect ended adopted children; the command itself is left to Popen."""
-    for pid in _children():
-        if pid != command_pid:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+TAGS = ("tool_call", "tool_response", "code", "interpreter")
+"""What encloses tool calls and observations."""
 _TOKEN = re.compile(r"\\boxed[ \t\n]*\{|\\[\\{}]|[{}]")
 
 
@@ -29,17 +31,19 @@ def published_box(text: str) -> str | None:
 
     As in the published rule: a later box that is left open hides an earlier one, of nested boxes the inner one counts.
     """
-    begin = text.rfind("\\boxed{")
-    if begin < 0:
-        return None
-    begin += len("\\boxed{")
-    depth = 1
-    for position in range(begin, len(text)):
-        if text[position] in "{}":
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return text[begin:position]
-    return None
+    box, opening = text.rfind("\\boxed{"), len("\\boxed")
+    end = closing(text, box + opening, "{", "}") if box >= 0 else -1
+    return text[box + opening + 1 : end] if end >= 0 else None
+
+
+def closing(text: str, start: int, opens: str, closes: str) -> int:
+    """Where the bracket at `start` is closed, by one of these kinds; -1 when it is not."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += (text[position] in opens) - (text[position] in closes)
+        if depth == 0:
+            return position
+    return -1
 
 
 _STATED = re.compile(r"(?:\bAnswer\**[ \t]*(?:is[ \t]*)?:\**|\banswer is)[ \t]*([^\n]+)", re.IGNORECASE)
@@ -65,9 +69,15 @@ def without_tool_text(response: str) -> str:
 
     An answer that only the tool printed, or that only stands in code, is not the model's answer.
     """
-    for tag in ("tool_call", "tool_response", "code", "interpreter"):
+    for tag in TAGS:
         response = _blanked(response, f"<{tag}>", f"</{tag}>")
     return response
+
+
+def without_open_thought(text: str) -> str:
+    """The text up to a `<think>` that is never closed: what was only thought when the response was cut is no answer."""
+    start = text.rfind("<think>")
+    return text if start < 0 or "</think>" in text[start:] else text[:start]
 
 
 def _blanked(text: str, opening: str, closing: str) -> str:

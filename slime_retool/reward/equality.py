@@ -8,13 +8,14 @@ rational numbers, or, where neither decides, by `symbolic` (the math-verify libr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 
-from slime_retool.reward.normalize import compact, join_digit_groups, spell, unwrap
-from slime_retool.reward.rational import rational
+from slime_retool.reward.boxed import closing
+from slime_retool.reward.normalize import compact, join_digit_groups, rational, spell, unwrap
 
 Symbolic = Callable[[str, str], bool]
 """(ground truth, answer), both one LaTeX expression -> whether they are equal."""
@@ -29,12 +30,12 @@ _OPEN, _CLOSE = "([{", ")]}"
 _WORD_SEPARATOR = re.compile(r"\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
 _NAMES = r"\(\s*\w(?:\s*,\s*\w)*\s*\)"
 _NAME = rf"(?:{_NAMES}|\\?[A-Za-z]+'*(?:\s*_\s*(?:\w|\{{\w+\}}))?(?:\s*{_NAMES})?|\\text\s*\{{[^{{}}]*\}})"
-_ASSIGNMENT = re.compile(rf"^\s*{_NAME}\s*(?:=|:=|\\in(?![A-Za-z]))\s*(?=\S)")
+_ASSIGNMENT = re.compile(rf"^\s*(?P<name>{_NAME})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(?=\S)")
 _ARITHMETIC = re.compile(r"^[\d\s.+*/^(){}-]*(?:\\(?:cdot|frac|sqrt)[\d\s.+*/^(){}-]*)*=\s*(?=\S)")
 _CHAIN = re.compile(
     r"^(?P<low>[^<>]+?)(?P<a><|\\le(?![A-Za-z]))(?P<name>\s*[A-Za-z]\s*)(?P<b><|\\le(?![A-Za-z]))(?P<high>[^<>]+)$"
 )
-_HALF_LINE = re.compile(r"^\s*[A-Za-z]\s*(?P<sign><|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))(?P<bound>[^<>=]+)$")
+_HALF_LINE = re.compile(r"^(?P<name>\s*[A-Za-z]\s*)(?P<sign><|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))(?P<bound>[^<>=]+)$")
 _MATRIX = re.compile(
     r"^\\begin\{(?:[bpv]?matrix|array)\}(?:\{[lcr|]*\})?(?P<body>.*)\\end\{(?:[bpv]?matrix|array)\}$", re.DOTALL
 )
@@ -42,6 +43,10 @@ _MATRIX = re.compile(
 _ROW_BREAK = re.compile(r"\\\\|\\(?=[\s\d+-])")
 _IN_BASE = re.compile(r"^([0-9A-Fa-f]+)_(?:\{(\d+)\}|(\d))$")
 _LETTERS = re.compile(r"^[A-Za-z]+$")
+_WORDS = re.compile(r"\\text(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-z]{3,}\s|\s[A-Za-z]{3,}")
+_SYMBOL = re.compile(r"\s*(?:\\(?!text)|\(|[A-Za-z]{1,2}(?![A-Za-z]))")
+"""What begins with a name that is a variable's or a function's, not a word as in "Area = 5"."""
+_SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class Leaf:
     """With its spaces, as the symbolic comparison reads it."""
     equation: str = ""
     """Where `text` is the right-hand side of "y = ...": the whole."""
+    names: frozenset[str] = frozenset()
+    """The left-hand sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,103 +64,93 @@ class Group:
     kind: str
     """Its brackets ("()", "[)", ...) for what is ordered; "set", "union" (unordered); "row", "matrix"."""
     items: tuple[Leaf | Group, ...]
+    names: frozenset[str] = frozenset()
 
 
 Answer = Leaf | Group
 
 
 def same_answer(ground_truth: str, answer: str, symbolic: Symbolic) -> bool:
-    """Whether `answer` (LaTeX, without its box) means `ground_truth`. An empty one equals nothing."""
-    if compact(spell(answer)) == compact(spell(ground_truth)) != "":
-        return True
-    return _same(parse_answer(ground_truth), parse_answer(answer), symbolic)
+    """Whether `answer` (LaTeX, without its box) means `ground_truth`. An empty one equals nothing.
 
-
-def parse_answer(text: str) -> Answer:
-    r"""The structure of an answer. Of "x = 5" and "x \in [0,1]" what follows; \pm stands for two values."""
-    return _parse(spell(text))
+    A unit or a name that only one of them has does not count; where both have one, it must be the same.
+    """
+    (truth, true_unit), (stated, unit) = spell(ground_truth), spell(answer)
+    if true_unit and unit and true_unit != unit:
+        return False
+    return compact(stated) == compact(truth) != "" or _same(_parse(truth), _parse(stated), symbolic)
 
 
 def _parse(text: str, depth: int = 0) -> Answer:
+    r"""The structure of an answer. Of "x = 5" and "x \in [0,1]" what follows; \pm stands for two values."""
     if depth == _MAX_DEPTH:
         return Leaf("")
     parse = partial(_parse, depth=depth + 1)
     alternatives = " or " in text or "{ or }" in text
-    text = unwrap(_WORD_SEPARATOR.sub(",", text).strip().strip(","))
-    value = _right_hand_side(text)
+    whole = unwrap(_WORD_SEPARATOR.sub(",", text).strip().strip(","))
+    value, names = _right_hand_side(whole)
     if (number := join_digit_groups(value)) != value:
-        return Leaf(number)
+        return Leaf(number, names=names)
     if match := _MATRIX.match(value):
         rows = [tuple(parse(cell) for cell in row.split("&")) for row in _ROW_BREAK.split(match["body"]) if row.strip()]
-        return Group("matrix", tuple(Group("row", row) for row in rows))
-    if parts := _split(text, ","):
-        items = _flat(parse(part) for part in parts)
+        return Group("matrix", tuple(Group("row", row) for row in rows), names)
+    if parts := _split(whole, ","):
         half_lines = alternatives and all(_HALF_LINE.match(part) or _CHAIN.match(part) for part in parts)
-        return Group("union" if half_lines else "set", items)
-    equation, text = text, _interval(value)
-    if parts := _split(text, "\\cup"):
-        return Group("union", tuple(parse(part) for part in parts))
-    inner, brackets = _inside(text)
+        return Group("union" if half_lines else "set", _flat(map(parse, parts)))
+    value, names = _interval(value, names)
+    if parts := _split(value, "\\cup"):
+        return Group("union", tuple(map(parse, parts)), names)
+    inner, brackets = _inside(value)
     if brackets == "{}":
-        return Group("set", _flat(parse(part) for part in _split(inner, ",") or ([inner] if inner.strip() else [])))
+        return Group("set", _flat(map(parse, _split(inner, ",") or ([inner] if inner.strip() else []))), names)
     if brackets and (parts := _split(inner, ",")):
-        return Group(brackets, tuple(parse(part) for part in parts))
+        return Group(brackets, tuple(map(parse, parts)), names)
     if brackets == "()" and inner.strip():
-        return parse(inner)
-    if re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
-        first = re.sub(r"\\pm(?![A-Za-z])", "+", re.sub(r"\\mp(?![A-Za-z])", "-", text))
-        second = re.sub(r"\\pm(?![A-Za-z])", "-", re.sub(r"\\mp(?![A-Za-z])", "+", text))
-        return Group("set", (Leaf(first.strip()), Leaf(second.strip())))
-    return Leaf(text, equation if text != equation else "")
+        alone = parse(inner)
+        return replace(alone, names=names | alone.names)
+    if _SIGNS.search(value):
+        both = (value.replace("\\pm", plus).replace("\\mp", minus) for plus, minus in ("+-", "-+"))
+        return Group("set", tuple(Leaf(text.strip()) for text in both), names)
+    return Leaf(value, whole if value != whole else "", names)
 
 
-def _flat(items: object) -> tuple[Answer, ...]:
+def _flat(items: Iterable[Answer]) -> tuple[Answer, ...]:
     """Sets inside a set that come of \\pm are its elements."""
-    flat: list[Answer] = []
-    for item in items:  # type: ignore[attr-defined]
-        flat += item.items if isinstance(item, Group) and item.kind == "set" else [item]
-    return tuple(flat)
+    parts = (item.items if isinstance(item, Group) and item.kind == "set" else [item] for item in items)
+    return tuple(chain.from_iterable(parts))
 
 
-def _right_hand_side(text: str) -> str:
+def _right_hand_side(text: str) -> tuple[str, frozenset[str]]:
+    names = set()
     while match := _ASSIGNMENT.match(text) or _ARITHMETIC.match(text):
+        name = match.groupdict().get("name", "")
+        if _SYMBOL.match(name):
+            names.add(compact(name))
         text = text[match.end() :]
-    return text.strip()
+    return unwrap(text.strip()), frozenset(names)
 
 
-def _interval(text: str) -> str:
+def _interval(text: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
     """An inequality in one variable as the interval it stands for."""
     if match := _CHAIN.match(text):
         left, right = ("(" if match["a"] == "<" else "["), (")" if match["b"] == "<" else "]")
-        return f"{left}{match['low']},{match['high']}{right}"
-    if match := _HALF_LINE.match(text):
+        text = f"{left}{match['low']},{match['high']}{right}"
+    elif match := _HALF_LINE.match(text):
         sign, bound = match["sign"], match["bound"]
         if sign in ("<", "\\le"):
-            return f"(-\\infty,{bound}{')' if sign == '<' else ']'}"
-        return f"{'(' if sign == '>' else '['}{bound},\\infty)"
-    return text
+            text = f"(-\\infty,{bound}{')' if sign == '<' else ']'}"
+        else:
+            text = f"{'(' if sign == '>' else '['}{bound},\\infty)"
+    return text, frozenset([match["name"].strip()]) if match else names
 
 
 def _inside(text: str) -> tuple[str, str]:
     """(what stands inside, the two brackets) when one pair encloses all of `text`, else ("", "")."""
-    if text.startswith("\\{") and text.endswith("\\}"):
-        return (text[2:-2], "{}") if _match(text, 1) == len(text) - 1 else ("", "")
-    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _match(text, 0) == len(text) - 1:
-        return text[1:-1], text[0] + text[-1]
+    width = 2 if text.startswith("\\{") and text.endswith("\\}") else 1
+    if width == 2 or (text[:1] in ("(", "[") and text[-1:] in (")", "]")):
+        if closing(text, width - 1, _OPEN, _CLOSE) == len(text) - 1:
+            return text[width:-width], text[width - 1] + text[-1]
     return "", ""
-
-
-def _match(text: str, start: int) -> int:
-    """Where the bracket at `start` is closed, by a bracket of any kind, as in [0,1); -1 when it is not."""
-    depth = 0
-    for position in range(start, len(text)):
-        if text[position] in _OPEN:
-            depth += 1
-        elif text[position] in _CLOSE:
-            depth -= 1
-            if depth == 0:
-                return position
-    return -1
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -174,12 +171,14 @@ def _split(text: str, separator: str) -> list[str]:
 def _same(truth: Answer, answer: Answer, symbolic: Symbolic) -> bool:
     if isinstance(truth, Leaf) and isinstance(answer, Leaf):
         return _same_leaf(truth, answer, symbolic)
+    if truth.names and answer.names and not truth.names & answer.names:
+        return False
     if isinstance(truth, Leaf) or isinstance(answer, Leaf):
         group, leaf = (answer, truth) if isinstance(truth, Leaf) else (truth, answer)
-        if not isinstance(group, Group) or group.kind != "set" or len(group.items) != 1:
-            return False
-        return _same(group.items[0], leaf, symbolic)
-    if truth.kind != answer.kind or len(truth.items) != len(answer.items):
+        assert isinstance(group, Group)
+        return group.kind == "set" and len(group.items) == 1 and _same(group.items[0], leaf, symbolic)
+    as_python = answer.kind == "[]" and truth.kind in ("set", "row", "matrix")
+    if not (as_python or truth.kind == answer.kind) or len(truth.items) != len(answer.items):
         return False
     if truth.kind not in ("set", "union"):
         return all(_same(a, b, symbolic) for a, b in zip(truth.items, answer.items, strict=True))
@@ -189,22 +188,18 @@ def _same(truth: Answer, answer: Answer, symbolic: Symbolic) -> bool:
 def _same_elements(truth: Sequence[Answer], answer: list[Answer], symbolic: Symbolic) -> bool:
     """Equality of what has no order. Equality is transitive, so the first partner found is as good as any."""
     for item in truth:
-        partner = next((i for i, other in enumerate(answer) if _same(item, other, _never)), None)
-        if partner is None:
-            partner = next((i for i, other in enumerate(answer) if _same(item, other, symbolic)), None)
+        ways: tuple[Symbolic, ...] = (lambda *_: False, symbolic)
+        partner = next((i for way in ways for i, other in enumerate(answer) if _same(item, other, way)), None)
         if partner is None:
             return False
         del answer[partner]
     return True
 
 
-def _never(ground_truth: str, answer: str) -> bool:
-    return False
-
-
 def _same_leaf(true_leaf: Leaf, leaf: Leaf, symbolic: Symbolic) -> bool:
     truth, answer = true_leaf.text, leaf.text
-    if ("=" in truth) != ("=" in answer):
+    other_names = true_leaf.names and leaf.names and not true_leaf.names & leaf.names
+    if other_names or ("=" in truth) != ("=" in answer):
         # An equation with two sides of its own equals another one, never a value.
         truth, answer = true_leaf.equation or truth, leaf.equation or answer
         if "=" not in truth or "=" not in answer:
@@ -215,15 +210,15 @@ def _same_leaf(true_leaf: Leaf, leaf: Leaf, symbolic: Symbolic) -> bool:
     if a == b:
         return True
     if _IN_BASE.match(a) or _IN_BASE.match(b):
-        return _same_in_base(a, b)
+        # Digits, never the value: a question about digits in base 9 is not answered by decimal ones.
+        (a, _, base_a), (b, _, base_b) = (re.sub(r"[{}]", "", text).partition("_") for text in (a, b))
+        return a == b and (base_a == base_b or not base_a or not base_b)
     values = _values(truth, a), _values(answer, b)
     if all(values):
         return bool(values[0] & values[1])
     if len(a) > 2 and _LETTERS.match(a) or len(b) > 2 and _LETTERS.match(b):
         return a.casefold() == b.casefold()
-    if " " in a + b:
-        return False
-    if (values[0] and not re.search(r"\d|\\", b)) or max(len(truth), len(answer)) > _MAX_SYMBOLIC:
+    if " " in a + b or _WORDS.search(truth) or _WORDS.search(answer) or max(len(truth), len(answer)) > _MAX_SYMBOLIC:
         return False
     return symbolic(truth, answer)
 
@@ -234,14 +229,3 @@ def _values(text: str, number: str) -> set[Fraction]:
     if value is None:
         return set()
     return {value, value / 100} if "%" in text else {value}
-
-
-def _same_in_base(a: str, b: str) -> bool:
-    """Digits are compared, never the value: a question about digits in base 9 is not answered by decimal ones."""
-    bases = []
-    digits = []
-    for text in (a, b):
-        match = _IN_BASE.match(text)
-        digits.append(match[1] if match else text)
-        bases.append((match[2] or match[3]) if match else None)
-    return digits[0] == digits[1] and (None in bases or bases[0] == bases[1])

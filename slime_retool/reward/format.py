@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from slime_retool.reward.boxed import last_boxed, without_tool_text
+from slime_retool.reward.boxed import TAGS, last_boxed, without_open_thought, without_tool_text
 
-_TAGS = ("tool_call", "tool_response", "code", "interpreter")
 MAX_TAIL = 300
 """Characters that may follow the box: the window of the published rule."""
 
@@ -15,10 +14,10 @@ def format_score(response: str) -> float:
     Well-formed: every tool tag is paired, and the model's own words end in one \boxed{...} answer, which stands behind
     the last tool output, with little text after it.
     """
-    spoken = without_tool_text(response)
-    if any(f"<{tag}>" in spoken or f"</{tag}>" in spoken for tag in _TAGS):
+    spoken = without_open_thought(without_tool_text(response))
+    if any(f"<{tag}>" in spoken or f"</{tag}>" in spoken for tag in TAGS):
         return 0.0
-    last_output = max(response.rfind(f"</{tag}>") for tag in _TAGS)
+    last_output = max(response.rfind(f"</{tag}>") for tag in TAGS)
     box = spoken.find("\\boxed")
     well_formed = spoken.count("\\boxed") == 1 and box > last_output and last_boxed(spoken[box:])
     return 1.0 if well_formed and len(spoken.rstrip()) - box <= MAX_TAIL else 0.0

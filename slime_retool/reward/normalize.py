@@ -1,14 +1,17 @@
-r"""One spelling for the many ways in which LaTeX writes the same answer.
+r"""One spelling for the many ways in which LaTeX, or Python, writes the same answer.
 
 Covers what Lewkowycz et al., "Solving Quantitative Reasoning Problems with Language Models" (Minerva), Appendix D,
-normalise: text wrappers, units and filler words, spacing, degree and percent signs, shorthand \frac12 and \sqrt2,
-thousands separators. Unlike there, nothing that changes the value is removed: not a repeating decimal's bar, not the
-left-hand side of an equation that has two sides of its own.
+normalise. Unlike there, nothing that changes the value is removed: not a repeating decimal's bar, not the left-hand
+side of an equation that has two sides of its own, not a word that is no unit.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from slime_retool.reward.boxed import closing
 
 MAX_LENGTH = 2000
 """Only the last so many characters of an answer are looked at: this bounds the work on degenerate text."""
@@ -19,55 +22,95 @@ _SIGNS = str.maketrans({
     "½": "\\frac{1}{2}", "“": "", "”": "", "，": ",", "（": "(", "）": ")", "\u00a0": " ", "\u2009": " ",
 })  # fmt: skip
 _MACROS = {
-    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "leq": "le", "leqslant": "le", "geq": "ge", "geqslant": "ge",
-    "lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]", "varnothing": "emptyset", "times": "cdot",
-    "degree": "circ", "langle": "(", "rangle": ")", "neq": "ne", "textrm": "text", "textbf": "text", "textit": "text",
-    "textsf": "text", "texttt": "text", "textnormal": "text", "mbox": "text", "hbox": "text", "mathrm": "text",
-    "operatorname": "text", "mathbf": "text", "mathit": "text", "boldsymbol": "text", "emph": "text",
-    "underline": "text", "fbox": "text", "boxed": "text", "bmatrix": "pmatrix",
+    name: written
+    for written, names in {
+        "\\frac": "dfrac tfrac cfrac", "\\le": "leq leqslant", "\\ge": "geq geqslant", "\\ne": "neq",
+        "\\{": "lbrace", "\\}": "rbrace", "[": "lbrack", "]": "rbrack", "(": "langle", ")": "rangle",
+        "\\cdot": "times", "\\circ": "degree", "\\emptyset": "varnothing",
+        "\\text": "textrm textbf textit textsf texttt textnormal mbox hbox mathrm operatorname mathbf mathit "
+        "boldsymbol emph underline fbox boxed",
+        "": "left right big Big bigl bigr Bigl Bigr bigg Bigg biggl biggr displaystyle textstyle limits quad qquad "
+        "ldots dots cdots enspace thinspace nobreak",
+    }.items()
+    for name in names.split()
 }  # fmt: skip
-_GONE = (
-    "left", "right", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "bigg", "Bigg", "biggl", "biggr", "displaystyle",
-    "textstyle", "limits", "quad", "qquad", "ldots", "dots", "cdots", "enspace", "thinspace", "nobreak",
+_REWRITTEN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    # Markdown and Python
+    (r"^\s*\*\*(?!\*)(.*[^*])\*\*\s*$", r"\1"),
+    (r"(?<![A-Za-z])(?:Fraction|Rational)\(([^(),]*),([^(),]*)\)", r"\\frac{\1}{\2}"),
+    (r"^\s*Matrix\((.*)\)$", r"\1"), (r"\*\*\s*(?:\(([^()]*)\)|([+-]?\w+))", r"^{\1\2}"),
+    (r"<=", r"\\le "), (r">=", r"\\ge "), (r"(?<=\d)(?:j|\*I)(?![A-Za-z])", "i"),
+    (r"(?<![A-Za-z\\])log(?=\()", r"\\ln"), (r"(?<![A-Za-z\\])(sqrt|pi|exp|log|ln|sin|cos|tan)(?![A-Za-z])", r"\\\1"),
+    *2 * [(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}")],  # one in another, too
+    # LaTeX
+    (r"\{,\}", ","), (r"\\[!,;:]|\{\s*\}", ""), (r"\\ |~", " "),
+    (r"\\?\$|\\\(|\\\)|^\s*\\\[|(?<!\\)\\\]\s*$", ""), (r"\^\s*\{?\s*\\circ\s*\}?|\\circ\b", " "),
+    (r"^\s+|[\s.]+$", ""),
+    # numbers
+    (r"(?<![\d.])\d{1,3}(?: \d{3})+(?![\d ])", lambda match: match[0].replace(" ", "")),
+    (r"^\s*([+-]?\d+)\s+(\d+)/(\d+)\s*$", r"\1\\frac{\2}{\3}"),
+    *((rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?{name}(?![a-z])\s*\}}?", rf"\\cdot 10^{{{power}}}")
+      for name, power in (("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))),
 )  # fmt: skip
+_UNITS = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|in inch inche|"
+        "ft foot feet|yd yard|mi mile|mg milligram|g gram|kg kilogram|lb pound|oz ounce|ml milliliter|l L liter litre|"
+        "s sec second|min minute|h hr hour|day|week|month|year|am|pm|°C C celsius|°F F fahrenheit|K kelvin|"
+        "rad radian|deg degree|percent|cent|dollar USD|euro EUR|unit|mph|N newton|J joule|W watt|"
+        "V volt|A ampere|Hz hertz|Pa pascal|mol mole|apple|orange|ball|marble|book|student|people person|men man|"
+        "women woman|children child|boy|girl|way|time|cup|gallon gal|point|digit|coin|card|ticket|page|mark|vote|"
+        "per /|^2 square sq|^3 cubic"
+    ).split("|")
+    for name in names.split()
+}
+"""Each way to write a unit, or what is counted, without its plural s: its first name."""
+_UNIT = re.compile(r"(?<=[\d})])\s*((?!\^|\s)(?:\\text\s*\{[^{}]*\}|[A-Za-z/ .]|\^\s*\{?\s*[23]\s*\}?)+)$")
 _MACRO = re.compile(r"\\([A-Za-z]+)")
-_PLAIN = {"[": "[", "]": "]", "(": "(", ")": ")", "{": "\\{", "}": "\\}"}
-_THIN_SPACE = re.compile(r"\\[!,;:]|\{,\}|\{\s*\}")
-_MATH_MARKS = re.compile(r"\\?\$|\\\(|\\\)|^\s*\\\[|(?<!\\)\\\]\s*$")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_UNIT = re.compile(
-    r"(?<=[\d})])\s*(?:\\text\s*\{(?=[^{}]*[A-Za-z%])[^{}]*\}|(?:cm|km|mm|m|ft|in|kg|g|s|h)\b)"
-    r"\s*(?:\^\s*\{?\s*[23]\s*\}?)?\s*\.?\s*$"
-)
-_PLAIN_UNIT = re.compile(
-    r"(?<=[\d})])\s+(?!(?:pi|sqrt|sin|cos|tan|cot|log|ln|mod|choose|or|and)\b)[A-Za-z]{2,}(?:[ /]+[A-Za-z]+)*\.?\s*$"
-)
+_LETTER = re.compile(r"\\text\s*\{\s*([A-Za-z])\s*\}")
 _WRAPPER = re.compile(r"(?:\\text\s*)?\{")
-_ANGLE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\circ\b")
 _DIGIT_GROUPS = re.compile(r"^(\s*[+-]?\s*\d{1,3}(?:,\d{3})+)(?![\d,])(?=[^,]*$)")
-_THIN_GROUPS = re.compile(r"(?<![\d.])(\d{1,3}(?: \d{3})+)(?![\d ])")
-_MIXED = re.compile(r"^\s*([+-]?\d+)\s+(\d+)/(\d+)\s*$")
 _ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[A-Za-z]{2})", re.IGNORECASE)
 _SHORT_FRACTION = re.compile(r"\\frac(?:\{([^{}]*)\}|(\w))(?:\{([^{}]*)\}|(\w))")
 _SHORT_ROOT = re.compile(r"\\sqrt(\w)")
 _LONE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
 
+_DIGITS = 400
+"""Longer numbers are compared as text."""
+_POWER_OF_TEN = re.compile(r"(?:\\cdot|\*)10\^(?:\{([+-]?\d{1,3})\}|(\d))$")
+_DECIMAL = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?"
+_FRACTION = re.compile(rf"^(\d*)\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}$|^({_DECIMAL})(?:/({_DECIMAL}))?$")
+_REPEATING = re.compile(r"^(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}$")
 
-def spell(answer: str) -> str:
-    r"""The answer in one choice of LaTeX macros, with its spaces.
 
-    Without math marks, sizes of brackets, degree signs, a unit behind a number, and separators in a number. Text groups
-    stay as \text{...}.
+def spell(answer: str) -> tuple[str, str]:
+    r"""(the answer in one choice of LaTeX macros, with its spaces; the unit behind it, or "").
+
+    Without math marks, sizes of brackets, degree signs and separators in a number. Text groups stay as \text{...}.
     """
-    text = answer.translate(_SIGNS)[-MAX_LENGTH:]
-    text = _MACRO.sub(_macro, text)
-    text = _THIN_SPACE.sub(lambda m: "," if m[0] == "{,}" else "", text).replace("\\ ", " ").replace("~", " ")
-    text = _MATH_MARKS.sub("", text)
-    text = _ANGLE.sub("", text).strip().rstrip(".").strip()
-    for unit in (_UNIT, _PLAIN_UNIT):
-        text = unit.sub("", text).rstrip()
-    text = _THIN_GROUPS.sub(lambda m: m[1].replace(" ", ""), text)
-    return join_digit_groups(_MIXED.sub(r"\1\\frac{\2}{\3}", unwrap(text)))
+    text = _MACRO.sub(lambda match: _MACROS.get(match[1], match[0]), answer.translate(_SIGNS)[-MAX_LENGTH:])
+    for pattern, written in _REWRITTEN:
+        text = re.sub(pattern, written, text)
+    text, unit = _without_unit(unwrap(text))
+    return join_digit_groups(unwrap(_LETTER.sub(r"\1", text))), unit
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    match = _UNIT.search(text)
+    if match is None:
+        return text, ""
+    names = []
+    for word in re.findall(r"[A-Za-z]+|/|\^\s*\{?\s*\d", re.sub(r"(?<=\w)\.(?=\w)", "", _TEXT.sub(r" \1 ", match[1]))):
+        name = re.sub(r"[\s{]", "", word)
+        spelled = (name,) if len(name) == 1 else (name, name.lower(), name.lower().removesuffix("s"))
+        known = next((_UNITS[each] for each in spelled if each in _UNITS), None)
+        if known is None or (len(match[0]) == 1 and name.isalpha()):  # 2m is a product
+            return text, ""
+        names.append(known)
+    unit = re.sub(r"(^|per )(\^\d) (\w+)", r"\1\3 \2", " ".join(names).removeprefix("deg "))
+    return (text[: match.start()], unit) if names else (text, "")
 
 
 def join_digit_groups(text: str) -> str:
@@ -79,7 +122,8 @@ def unwrap(text: str) -> str:
     r"""Without braces or a \text{...} around everything."""
     while True:
         opening = _WRAPPER.match(text)
-        if opening is None or closing_brace(text, opening.end() - 1) != len(text) - 1:
+        plain = text.replace("\\{", "  ").replace("\\}", "  ")
+        if opening is None or closing(plain, opening.end() - 1, "{", "}") != len(text) - 1:
             return text
         text = text[opening.end() : -1].strip()
 
@@ -101,20 +145,24 @@ def compact(text: str) -> str:
     return _LONE_SCRIPT.sub(r"\1\2", text).replace("+\\infty", "\\infty")
 
 
-def _macro(match: re.Match[str]) -> str:
-    name = match[1]
-    if name in _GONE:
-        return ""
-    name = _MACROS.get(name, name)
-    return _PLAIN.get(name, f"\\{name}")
+def rational(text: str) -> Fraction | None:
+    r"""The exact value of a number as `compact` spells it: a decimal, also a repeating one, a fraction, a \cdot 10^n.
 
-
-def closing_brace(text: str, start: int) -> int:
-    """Where the brace at `start` is closed; -1 when it is not."""
-    depth = 0
-    for position in range(start, len(text)):
-        if text[position] in "{}" and text[position - 1 : position] != "\\":
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return position
-    return -1
+    None for anything else. 2\frac{1}{2} is a mixed number, as in every school book, and not a product.
+    """
+    digits = text.lstrip("+-")
+    sign = (-1) ** text[: len(text) - len(digits)].count("-")
+    digits = _POWER_OF_TEN.sub(r"e\1\2", digits)
+    if len(digits) > _DIGITS:
+        return None
+    if match := _REPEATING.match(digits):
+        whole, fixed, period = match.groups()
+        repeated = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+        return sign * (Fraction(f"{whole or 0}.{fixed or 0}") + repeated)
+    match = _FRACTION.match(digits)
+    if match is None:
+        return None
+    whole, above, below = match[1] or "0", match[2] or match[4], match[3] or match[5] or "1"
+    if Fraction(below) == 0 or (whole != "0" and "-" in above + below):
+        return None
+    return sign * (Fraction(whole) + Fraction(above) / Fraction(below))

@@ -8,7 +8,7 @@ import inspect
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any
 
 from slime_retool.errors import ConfigError, RewardError, RolloutError
@@ -64,24 +64,18 @@ class RewardRunner:
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
+    done: Future[tuple[Any, Exception | None]] = Future()
+    done.set_running_or_notify_cancel()  # from here on it cannot be cancelled: the thread sets it in any case
     context = contextvars.copy_context()
-
-    def finish(outcome: tuple[Any, Exception | None]) -> None:
-        if not done.done():
-            done.set_result(outcome)
 
     def work() -> None:
         try:
-            outcome: tuple[Any, Exception | None] = (context.run(function, *arguments), None)
+            done.set_result((context.run(function, *arguments), None))
         except Exception as error:
-            outcome = (None, error)
-        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
-            loop.call_soon_threadsafe(finish, outcome)
+            done.set_result((None, error))
 
     threading.Thread(target=work, name="reward", daemon=True).start()
-    result, error = await done
+    result, error = await asyncio.wrap_future(done)
     if error is not None:
         raise error
     return result

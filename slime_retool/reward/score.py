@@ -5,7 +5,7 @@ and used by the ReTool recipes: the content of the last \boxed{...} in the last 
 character for character. It is meant for training on integers, and pays nothing for 34.0 or \text{34}.
 
 `math_verify` asks whether the answer is right: the last box of the whole response, or else the last "Answer: ..." line,
-must mean the same as the ground truth (`reward.equality`).
+must mean the same as the ground truth (`reward.equality`). What stands in a thought that was cut off is no answer.
 
 Both look at what the model itself says: what only stands in a tool call or in a tool's output is no answer.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime_retool.errors import ConfigError
-from slime_retool.reward.boxed import last_answer, published_box, without_tool_text
+from slime_retool.reward.boxed import last_answer, published_box, without_open_thought, without_tool_text
 from slime_retool.reward.equality import same_answer
 from slime_retool.reward.symbolic import shared_verifier
 
@@ -39,8 +39,8 @@ def compute_score(response: str, ground_truth: str, mode: str = "dapo") -> dict[
     spoken = without_tool_text(response)
     if mode == "dapo":
         answer = published_box(spoken[-DAPO_WINDOW:])
-        return _scored(answer == ground_truth, answer)
-    answer = last_answer(spoken)
+        return _scored(answer == ground_truth != "", answer)
+    answer = last_answer(without_open_thought(spoken))
     correct = answer is not None and same_answer(ground_truth, answer, _Symbolic())
     return _scored(correct, answer and answer.strip())
 

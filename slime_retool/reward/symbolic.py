@@ -7,13 +7,10 @@ a worker that overruns is killed and replaced, so that any thread may ask and no
 from __future__ import annotations
 
 import functools
-import json
-import os
 import queue
-import select
 import subprocess
 import sys
-import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 from slime_retool.errors import RewardError
@@ -28,9 +25,8 @@ class MathVerifier:
     """
 
     def __init__(self, workers: int = 2, timeout: float = 5.0, startup_timeout: float = 120.0) -> None:
-        self._timeout = timeout
-        self._startup_timeout = startup_timeout
-        self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
+        self._timeout, self._startup_timeout = timeout, startup_timeout
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         self._workers = workers
         for _ in range(workers):
             self._idle.put(None)
@@ -47,95 +43,67 @@ class MathVerifier:
 
         Raises RewardError when a worker cannot be started (math-verify not installed, say).
         """
-        worker = self._idle.get()
+        worker, reply = self._idle.get(), None
         try:
-            if worker is None or worker.poll() is not None:
-                worker = self._start()
-            reply = self._ask(worker, ground_truth, answer)
-            if reply is None:
-                _end(worker)
-                worker = None
+            if worker is None or worker.process.poll() is not None:
+                worker = _Worker(self._timeout, self._startup_timeout)
+            reply = worker.ask(ground_truth, answer, self._timeout)
             return reply
-        except BaseException:
-            if worker is not None:
-                _end(worker)
-                worker = None
-            raise
         finally:
+            if reply is None and worker is not None:
+                worker.end()
+                worker = None
             self._idle.put(worker)
 
     def close(self) -> None:
         """End all workers; waits for comparisons still running."""
-        for _ in range(self._workers):
-            worker = self._idle.get()
+        for worker in [self._idle.get() for _ in range(self._workers)]:
             if worker is not None:
-                _end(worker)
-        for _ in range(self._workers):
+                worker.end()
             self._idle.put(None)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        try:
-            worker = subprocess.Popen(
-                [sys.executable, _WORKER, str(self._timeout)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-        except OSError as error:
-            raise RewardError(f"cannot start the math-verify worker: {error}") from error
-        try:
-            line = _read_line(worker, self._startup_timeout)
-        except BaseException:
-            _end(worker)
-            raise
-        if line != b"ready\n":
-            _end(worker)
+
+class _Worker:
+    def __init__(self, timeout: float, startup_timeout: float) -> None:
+        self._pipe, theirs = Pipe()
+        command = [sys.executable, _WORKER, str(timeout), str(theirs.fileno())]
+        null = subprocess.DEVNULL
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    command, stdin=null, stdout=null, stderr=null, pass_fds=[theirs.fileno()]
+                )
+            except OSError as error:
+                raise RewardError(f"cannot start the math-verify worker: {error}") from error
+        if not self._reply(startup_timeout):
+            self.end()
             raise RewardError(
                 "the math-verify worker did not start; check that `pip install math-verify` was done in "
-                f"{sys.executable} (it said {line.decode(errors='replace')!r})"
+                f"{sys.executable}"
             )
-        return worker
 
-    def _ask(self, worker: subprocess.Popen[bytes], ground_truth: str, answer: str) -> bool | None:
-        assert worker.stdin is not None
+    def ask(self, ground_truth: str, answer: str, timeout: float) -> bool | None:
         try:
-            worker.stdin.write(json.dumps([ground_truth, answer]).encode() + b"\n")
-            worker.stdin.flush()
-        except BrokenPipeError:
+            self._pipe.send((ground_truth, answer))
+        except OSError:
             return None
-        line = _read_line(worker, self._timeout)
-        return json.loads(line) if line.endswith(b"\n") else None
+        return self._reply(timeout)
 
+    def _reply(self, timeout: float) -> bool | None:
+        """None for no answer until the deadline, or the end of the worker."""
+        try:
+            # Bytes: what evaluates a model's text is not trusted with pickles.
+            return self._pipe.recv_bytes() == b"1" if self._pipe.poll(timeout) else None
+        except (EOFError, OSError):
+            return None
 
-def _read_line(worker: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """One line, or what came of it until the deadline or the end of the stream."""
-    assert worker.stdout is not None
-    fd = worker.stdout.fileno()
-    deadline = time.monotonic() + timeout
-    line = bytearray()
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    while not line.endswith(b"\n"):
-        wait = deadline - time.monotonic()
-        if wait <= 0 or not poll.poll(wait * 1000):
-            break
-        chunk = os.read(fd, 4096)
-        if not chunk:
-            break
-        line += chunk
-    return bytes(line)
-
-
-def _end(worker: subprocess.Popen[bytes]) -> None:
-    worker.kill()
-    assert worker.stdin is not None and worker.stdout is not None
-    try:
-        worker.stdin.close()
-    except BrokenPipeError:
-        pass
-    worker.stdout.close()
-    worker.wait()
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._pipe.close()
 
 
 @functools.cache
 def shared_verifier() -> MathVerifier:
-    """The process's pool of workers. They leave when the process ends, however it ends: their input closes."""
+    """The process's pool of workers. They leave when the process ends, however it ends: their pipe closes."""
     return MathVerifier()

@@ -1,62 +1,66 @@
-"""Compares pairs of answers: JSON lines `[ground_truth, answer]` in, `true` or `false` out. Ends with its input."""
+"""Compares pairs of answers: (ground truth, answer) in by a pipe, b"1" for equal or b"0" out. Ends with the pipe."""
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import signal
 import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
 
 MEMORY = 4 << 30
+CLOSE = 1e-12
+"""Numbers are equal exactly or within this share of the larger one, found with 30 digits."""
 
 
 def main() -> None:
     # Python puts this file's folder first, where `math_verify.py` would hide the library of that name.
     del sys.path[0]
-    from math_verify import parse, verify
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import parse
     from math_verify.parser import LatexExtractionConfig
 
-    latex = [LatexExtractionConfig()]
-
-    seconds = float(sys.argv[1])
+    # The library would drop any letter behind a number as a unit.
+    latex = [LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True))]
+    seconds, pipe = float(sys.argv[1]), Connection(int(sys.argv[2]))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(MEMORY, hard), hard))
     # By default this signal kills, native code included: no worker outlives its comparison, even without a parent.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        ground_truth, answer = json.loads(line)
-        signal.alarm(math.ceil(seconds) + 2)
-        try:
-            # No time limits of the library's own: they need signals.
-            gold = parse(f"${ground_truth}$", latex, parsing_timeout=None)
-            target = parse(f"${answer}$", latex, parsing_timeout=None)
-            same = bool(verify(gold, target, timeout_seconds=None)) or same_for_positive(gold, target)
-        except Exception:
-            same = False
-        signal.alarm(0)
-        print(json.dumps(same), flush=True)
+    pipe.send_bytes(b"1")
+    with suppress(EOFError):
+        while True:
+            pair = pipe.recv()
+            signal.alarm(math.ceil(seconds) + 2)
+            try:
+                # No time limit of the library's own: it needs signals.
+                gold, target = (parse(f"${text}$", latex, parsing_timeout=None) for text in pair)
+                equal = any(same(a, b) for a in gold for b in target)
+            except Exception:
+                equal = False
+            signal.alarm(0)
+            pipe.send_bytes(b"1" if equal else b"0")
 
 
-def same_for_positive(gold: list, target: list) -> bool:
-    """Equalities that the library misses: roots that agree for positive variables, one line in two forms."""
+def same(a: Any, b: Any) -> bool:
+    """Equality of what sympy holds; variables are taken to be positive, so that roots can be told to agree."""
     import sympy
+    from math_verify import verify
 
-    for a in gold:
-        for b in target:
-            if isinstance(a, sympy.Eq) and isinstance(b, sympy.Eq):
-                a, b = (positive(side.lhs - side.rhs) for side in (a, b))
-                ratio = sympy.simplify(a / b) if b != 0 else sympy.nan
-                if ratio.is_number and ratio.is_finite and ratio != 0:
-                    return True
-            elif isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr) and a.free_symbols:
-                if sympy.simplify(positive(a) - positive(b)) == 0:
-                    return True
-    return False
+    if isinstance(a, sympy.Eq) and isinstance(b, sympy.Eq):
+        ratio = sympy.simplify(positive(a.lhs - a.rhs) / positive(b.lhs - b.rhs))  # one line in two forms
+        return bool(ratio.is_number and ratio.is_finite and ratio != 0)
+    if not isinstance(a, sympy.Expr) and not isinstance(b, sympy.Expr):
+        return bool(verify(a, b, timeout_seconds=None))
+    a, b = positive(a), positive(b)
+    if (a - b).free_symbols:
+        return bool(sympy.simplify(a - b) == 0)
+    return bool(a == b or abs(sympy.N(a - b, 30)) <= CLOSE * abs(sympy.N(a, 30)))
 
 
-def positive(expression):
+def positive(expression: Any) -> Any:
     import sympy
 
     return expression.subs({s: sympy.Symbol(s.name, positive=True) for s in expression.free_symbols})

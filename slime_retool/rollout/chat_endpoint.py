@@ -21,6 +21,7 @@ class ChatEndpoint(JsonClient):
         """`url`: up to and with the version, e.g. "https://api.example.com/v1". `model`: the endpoint's name of it.
         The others are `JsonClient`'s."""
         super().__init__(
+            url,
             concurrency=concurrency,
             timeout=timeout,
             retries=retries,
@@ -28,7 +29,7 @@ class ChatEndpoint(JsonClient):
             backoff_limit=BACKOFF_LIMIT_SECONDS,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         )
-        self._url, self._model = url.rstrip("/") + "/chat/completions", model
+        self._model = model
 
     async def chat(
         self, messages: list[Message], sampling_params: dict[str, Any], tools: list[ToolSchema]
@@ -45,7 +46,7 @@ class ChatEndpoint(JsonClient):
             body["tools"] = tools
         if sampling_params.get("stop"):
             body["stop"] = sampling_params["stop"]
-        return _parse(await self.post(self._url, body))
+        return _parse(await self.post("/chat/completions", body))
 
 
 def _parse(reply: Any) -> ChatReply:

@@ -7,48 +7,20 @@ EngineError.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from slime_retool.errors import EngineError
 from slime_retool.protocols import Completion
 from slime_retool.rollout.json_client import JsonClient
 
-BACKOFF_SECONDS = 0.5
-BACKOFF_LIMIT_SECONDS = 10.0
 UNNAMED_VERSION = "default"
 """What a server that others started reports before the first weight update; 0 here."""
 ROUTING_HEADER = "X-SMG-Routing-Key"
 """Names the sample to sglang-router, whose `manual` policy then keeps its turns on one engine."""
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """What a client has asked for since it was made, or since `take_stats`."""
-
-    requests: int = 0
-    retries: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class RouterClient(JsonClient):
-    """`GenerationEngine` over HTTP."""
-
-    def __init__(
-        self, url: str, *, concurrency: int, timeout: float, retries: int, backoff: float = BACKOFF_SECONDS
-    ) -> None:
-        """`url`: of the router, e.g. "http://127.0.0.1:30000". The others are `JsonClient`'s."""
-        super().__init__(
-            concurrency=concurrency,
-            timeout=timeout,
-            retries=retries,
-            backoff=backoff,
-            backoff_limit=BACKOFF_LIMIT_SECONDS,
-        )
-        self.url = url.rstrip("/")
-        self._stats = EngineStats()
+    """`GenerationEngine` over HTTP. `url` is the router's, or a server's."""
 
     async def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
@@ -56,8 +28,7 @@ class RouterClient(JsonClient):
         """Continue `input_ids`; `sampling_params` are SGLang's. Raises EngineError, see the class and the module."""
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "stream": False}
         headers = {} if session is None else {ROUTING_HEADER: session}
-        self._stats.requests += 1
-        completion = parse_completion(await self.post(self.url + "/generate", body, headers))
+        completion = parse_completion(await self.post("/generate", body, headers))
         self._stats.prompt_tokens += completion.prompt_tokens
         self._stats.cached_tokens += completion.cached_tokens
         self._stats.completion_tokens += len(completion.ids)
@@ -72,20 +43,7 @@ class RouterClient(JsonClient):
             "logprob_start_len": 0,
             "stream": False,
         }
-        self._stats.requests += 1
-        return parse_prompt_log_probs(await self.post(self.url + "/generate", body), input_ids)
-
-    def take_stats(self) -> EngineStats:
-        """The counts since the last call; starts counting anew."""
-        stats, self._stats = self._stats, EngineStats()
-        stats.retries, self._num_retries = self._num_retries, 0
-        return stats
-
-    async def __aenter__(self) -> RouterClient:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.aclose()
+        return parse_prompt_log_probs(await self.post("/generate", body), input_ids)
 
 
 def parse_completion(reply: Any) -> Completion:

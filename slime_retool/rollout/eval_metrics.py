@@ -14,7 +14,7 @@ With n samples per problem and k = 1, 2, 4, ... n (see `rollout.statistics` for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import repeat
 from statistics import fmean
 
 from slime_retool.reward.shaping import conversation_messages
@@ -36,22 +36,6 @@ REPORTED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Verdicts:
-    """The scored answers to one problem."""
-
-    right: list[bool]
-    answers: list[str | None]
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], reward_key: str | None) -> Verdicts:
-        return cls([is_right(s, reward_key) for s in samples], [answer_of(s) for s in samples])
-
-    @property
-    def accuracy(self) -> float:
-        return fmean(map(float, self.right))
-
-
 def is_right(sample: Sample, reward_key: str | None) -> bool:
     """The reward's "acc" where it has one, else whether the reward is above 0."""
     if isinstance(sample.reward, dict) and "acc" in sample.reward:
@@ -70,14 +54,14 @@ def set_metrics(name: str, samples: Sequence[Sample], per_problem: int, reward_k
 
     Problems count by their usable samples; one that lost all of them to outages is left out (see `failed`).
     """
+    usable = [sample for sample in samples if sample.status in USABLE]
     problems: dict[int, list[Sample]] = {}
-    for sample in samples:
-        if sample.status in USABLE:
-            problems.setdefault(sample.group_index, []).append(sample)
-    verdicts = [Verdicts.of(group, reward_key) for group in problems.values()]
+    for sample in usable:
+        problems.setdefault(sample.group_index, []).append(sample)
+    verdicts = [[is_right(sample, reward_key) for sample in group] for group in problems.values()]
+    answers = [[answer_of(sample) for sample in group] for group in problems.values()]
     described = sample_metrics(samples, reward_key)
-    mean = estimate([verdict.accuracy for verdict in verdicts])
-    usable = [sample for group in problems.values() for sample in group]
+    mean = estimate([fmean(right) for right in verdicts])
     core, aux = f"val-core/{name}", f"val-aux/{name}"
     metrics = {f"eval/{name}/accuracy": mean.mean}
     metrics |= {f"eval/{name}/{reported}": described[metric] for metric, reported in REPORTED.items()}
@@ -87,17 +71,16 @@ def set_metrics(name: str, samples: Sequence[Sample], per_problem: int, reward_k
     metrics[f"{core}/acc/mean@{per_problem}"] = mean.mean
     metrics[f"{aux}/acc/mean@{per_problem}/low"] = mean.low
     metrics[f"{aux}/acc/mean@{per_problem}/high"] = mean.high
-    complete = min(len(verdict.right) for verdict in verdicts)
+    complete = min(map(len, verdicts))
     if complete > 1:
-        voted = any(answer is not None for verdict in verdicts for answer in verdict.answers)
+        voted = any(answer is not None for given in answers for answer in given)
         for k in powers_up_to(complete):
-            metrics[f"{aux}/acc/pass@{k}"] = fmean(pass_at_k(len(v.right), sum(v.right), k) for v in verdicts)
+            metrics[f"{aux}/acc/pass@{k}"] = fmean(pass_at_k(len(right), sum(right), k) for right in verdicts)
             if voted:
-                metrics[f"{aux}/acc/maj@{k}"] = fmean(majority_at_k(v.answers, v.right, k) for v in verdicts)
+                metrics[f"{aux}/acc/maj@{k}"] = fmean(map(majority_at_k, answers, verdicts, repeat(k)))
     metrics |= _turns(aux, usable)
-    calls = sum(sample.num_tool_calls for sample in usable)
-    if calls:
-        metrics[f"{aux}/code/pass_rate"] = 1 - sum(sample.num_tool_errors for sample in usable) / calls
+    if described["tool_calls_mean"]:
+        metrics[f"{aux}/code/pass_rate"] = 1 - described["tool_error_rate"]
     return metrics
 
 

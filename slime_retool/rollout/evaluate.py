@@ -37,23 +37,28 @@ async def evaluate(
     """
     config = context.config
     hooks, params = Hooks.load(config), evaluation_sampling_params(config)
-    copies = {name: _copies(config, samples) for name, samples in eval_sets.items()}
+    n = config.n_samples_per_eval_prompt
+    copies = {  # fresh samples, so that a set can be evaluated again and again
+        name: [copy_sample(sample, group * n + i, group) for group, sample in enumerate(samples) for i in range(n)]
+        for name, samples in eval_sets.items()
+    }
     total = sum(map(len, copies.values()))
     with (
         ExitStack() as files,
         tqdm(total=total, desc="evaluation", unit="sample", leave=False, disable=config.no_progress) as bar,
     ):
-        transcripts = {
-            name: files.enter_context(
+        transcripts = {}
+        for name, samples in eval_sets.items():
+            # Different for different names.
+            file = re.sub(r"[^\w.-]", lambda match: f"%{ord(match[0]):02x}", name)
+            transcripts[name] = files.enter_context(
                 Transcripts(
-                    Path(config.output_dir) / "eval" / f"{_file_name(name)}_{rollout_id:06d}.jsonl",
+                    Path(config.output_dir) / "eval" / f"{file}_{rollout_id:06d}.jsonl",
                     further={"rollout_id": rollout_id, "eval_set": name},
                     setting=_setting(config, hooks, params, samples),
                     resume=resume,
                 )
             )
-            for name, samples in eval_sets.items()
-        }
 
         async def run(name: str, sample: Sample) -> Sample:
             done = transcripts[name].done.get(sample.index)
@@ -76,6 +81,7 @@ async def evaluate(
 
 def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list[Sample]) -> dict[str, Any]:
     """What a transcript depends on, as far as the configuration knows."""
+    rows = [[sample.prompt, sample.label, sample.tools] for sample in samples]
     return {
         "model": config.eval_endpoint_model or config.hf_checkpoint,
         "sampling": params,
@@ -87,22 +93,6 @@ def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list
         "hooks": public_values(*config.hook_args),
         "context_len": config.rollout_max_context_len,
         "prompts": len(samples),
-        "data": _digest(samples),
+        # Tells sets apart that have as many prompts.
+        "data": hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest(),
     }
-
-
-def _digest(samples: list[Sample]) -> str:
-    """Tells sets apart that have as many prompts."""
-    rows = [[sample.prompt, sample.label, sample.tools] for sample in samples]
-    return hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest()
-
-
-def _copies(config: Config, samples: list[Sample]) -> list[Sample]:
-    """Fresh samples, so that a set can be evaluated again and again."""
-    n = config.n_samples_per_eval_prompt
-    return [copy_sample(sample, group * n + i, group) for group, sample in enumerate(samples) for i in range(n)]
-
-
-def _file_name(name: str) -> str:
-    """Different for different names."""
-    return re.sub(r"[^\w.-]", lambda match: f"%{ord(match[0]):02x}", name)

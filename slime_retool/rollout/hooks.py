@@ -123,17 +123,12 @@ async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait for them, but only a few seconds: a hook may refuse to end."""
     for task in tasks:
         task.cancel()
-        task.add_done_callback(_forget)
+        # Looks at its exception, so that asyncio does not report it as never seen.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     if tasks:
         _, stubborn = await asyncio.wait(tasks, timeout=CANCEL_PATIENCE_SECONDS)
         if stubborn:
             logger.warning("%d tasks ignore their cancellation and are left to themselves", len(stubborn))
-
-
-def _forget(task: asyncio.Future[Any]) -> None:
-    """Look at a cancelled task's exception, so that asyncio does not report it as never seen."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _check_generated(sample: Any, path: str, with_ids: bool) -> None:

@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import aiohttp
 
 from slime_retool.errors import EngineError
 
+C = TypeVar("C", bound="JsonClient")
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What a client has asked for since it was made, or since `take_stats`."""
+
+    requests: int = 0
+    retries: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
 
 class JsonClient:
-    """Make it inside the event loop that uses it, and `aclose` it there."""
+    """Make it inside the event loop that uses it, and `aclose` it there, or use it as an async context manager."""
 
     def __init__(
         self,
+        url: str,
         *,
         concurrency: int,
         timeout: float,
         retries: int,
-        backoff: float,
-        backoff_limit: float,
+        backoff: float = 0.5,
+        backoff_limit: float = 10.0,
         headers: dict[str, str] | None = None,
     ) -> None:
         """
         Args:
+            url: what paths are below, e.g. "http://127.0.0.1:30000".
             concurrency: requests in flight at once; further ones wait here.
             timeout: seconds one request may take, waiting for a free place not counted.
             retries: further tries after a connection error, HTTP 429 or 5xx; a timeout is not tried again.
             backoff: seconds before the first further try, doubled each time (with jitter, at most `backoff_limit`). A
                 longer `Retry-After` is kept.
         """
+        self._url = url.rstrip("/")
         self._places = asyncio.Semaphore(concurrency)
         self._timeout, self._retries = timeout, retries
         self._backoff, self._backoff_limit = backoff, backoff_limit
@@ -40,39 +57,48 @@ class JsonClient:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout),
         )
-        self._num_retries = 0
+        self._stats = EngineStats()
 
-    async def post(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+    async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
         """The reply's JSON. Raises EngineError when there is none after all tries."""
+        url, problem, asked = self._url + path, "", 0.0
+        self._stats.requests += 1
         async with self._places:
-            return await self._post(url, body, headers)
+            for attempt in range(self._retries + 1):
+                if attempt:
+                    self._stats.retries += 1
+                    delay = min(self._backoff * 2 ** (attempt - 1), self._backoff_limit) * random.uniform(0.5, 1.0)
+                    await asyncio.sleep(max(asked, delay))
+                asked = 0.0
+                try:
+                    async with self._session.post(url, json=body, headers=headers) as response:
+                        if response.status == 200:
+                            return await response.json(content_type=None)
+                        problem = f"HTTP {response.status}: {(await response.text())[:500].strip()}"
+                        if response.status != 429 and response.status < 500:
+                            raise EngineError(f"{url} refused the request: {problem}")
+                        after = response.headers.get("Retry-After", "")
+                        asked = float(after) if after.isdigit() else 0.0
+                except asyncio.TimeoutError as error:
+                    raise EngineError(
+                        f"{url} did not answer within {self._timeout:g} s; see --rollout-request-timeout"
+                    ) from error
+                except aiohttp.ClientError as error:
+                    problem = f"{type(error).__name__}: {error}"
+                except ValueError as error:
+                    raise EngineError(f"{url} answered with something that is not JSON: {error}") from error
+            raise EngineError(f"{url} failed {self._retries + 1} times, the last with {problem}")
+
+    def take_stats(self) -> EngineStats:
+        """The counts since the last call; starts counting anew."""
+        stats, self._stats = self._stats, EngineStats()
+        return stats
 
     async def aclose(self) -> None:
         await self._session.close()
 
-    async def _post(self, url: str, body: dict[str, Any], headers: dict[str, str] | None) -> Any:
-        problem, asked = "", 0.0
-        for attempt in range(self._retries + 1):
-            if attempt:
-                self._num_retries += 1
-                delay = min(self._backoff * 2 ** (attempt - 1), self._backoff_limit) * random.uniform(0.5, 1.0)
-                await asyncio.sleep(max(asked, delay))
-            asked = 0.0
-            try:
-                async with self._session.post(url, json=body, headers=headers) as response:
-                    if response.status == 200:
-                        return await response.json(content_type=None)
-                    problem = f"HTTP {response.status}: {(await response.text())[:500].strip()}"
-                    if response.status != 429 and response.status < 500:
-                        raise EngineError(f"{url} refused the request: {problem}")
-                    after = response.headers.get("Retry-After", "")
-                    asked = float(after) if after.isdigit() else 0.0
-            except asyncio.TimeoutError as error:
-                raise EngineError(
-                    f"{url} did not answer within {self._timeout:g} s; see --rollout-request-timeout"
-                ) from error
-            except aiohttp.ClientError as error:
-                problem = f"{type(error).__name__}: {error}"
-            except ValueError as error:
-                raise EngineError(f"{url} answered with something that is not JSON: {error}") from error
-        raise EngineError(f"{url} failed {self._retries + 1} times, the last with {problem}")
+    async def __aenter__(self: C) -> C:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()

@@ -6,9 +6,8 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from slime_retool.chat import load_tokenizer
@@ -20,7 +19,7 @@ from slime_retool.protocols import RolloutFn, load_function
 from slime_retool.rollout import evaluate as evaluation
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import RolloutContext, use_context
-from slime_retool.rollout.engine_client import EngineStats, RouterClient
+from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel
@@ -60,7 +59,6 @@ class RolloutManager:
         self._closed = False
         self._working: set[asyncio.Task[Any]] = set()
         self._client: RouterClient | None = None
-        self._endpoint: ChatEndpoint | None = None
         self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
         self._held_out: dict[str, list[TrainSample]] | None = None
 
@@ -71,7 +69,18 @@ class RolloutManager:
 
     def connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
         """Evaluate a model behind a chat API instead."""
-        self._call(self._connect_endpoint(url, model, api_key))
+
+        def make(config: Config) -> ChatEndpoint:
+            return ChatEndpoint(
+                url,
+                model,
+                api_key=api_key,
+                concurrency=config.eval_endpoint_concurrency,
+                timeout=config.rollout_request_timeout,
+                retries=config.rollout_request_retries,
+            )
+
+        self._context.chat = self._call(self._context.resource("chat endpoint", make))
 
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Make one training batch with `--rollout-function-path`; its errors are raised here."""
@@ -79,7 +88,8 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int = -1, *, resume: bool = False) -> dict[str, float]:
         """Metrics of all evaluation sets, see `rollout.evaluate`."""
-        return self._call(self._evaluate(rollout_id, resume))
+        work = partial(evaluation.evaluate, self._context, self.eval_sets, rollout_id, resume=resume)
+        return self._call(self._work(work))
 
     def held_out(self) -> dict[str, list[TrainSample]]:
         """The evaluation sets as SFT's validation data, see `rollout.held_out`; made once."""
@@ -113,9 +123,7 @@ class RolloutManager:
     def __enter__(self) -> RolloutManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
@@ -142,36 +150,25 @@ class RolloutManager:
     async def _generate(self, rollout_id: int) -> RolloutBatch:
         if self._client is not None:
             self._client.take_stats()
-        async with self._work():
-            batch = await self._rollout(self._context, self.data, rollout_id)
+        batch = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
         if self._client is not None:
-            batch.metrics |= _engine_metrics(self._client.take_stats())
+            stats = self._client.take_stats()
+            batch.metrics |= {
+                "rollout/engine_requests": float(stats.requests),
+                "rollout/engine_retries": float(stats.retries),
+                # Prompt tokens that the engines had in their cache.
+                "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
+            }
         return batch
 
-    async def _connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
-        config = self.config
-        self._endpoint = self._context.chat = ChatEndpoint(
-            url,
-            model,
-            api_key=api_key,
-            concurrency=config.eval_endpoint_concurrency,
-            timeout=config.rollout_request_timeout,
-            retries=config.rollout_request_retries,
-        )
-
-    async def _evaluate(self, rollout_id: int, resume: bool) -> dict[str, float]:
-        async with self._work():
-            return await evaluation.evaluate(self._context, self.eval_sets, rollout_id, resume=resume)
-
-    @asynccontextmanager
-    async def _work(self) -> AsyncIterator[None]:
-        """Hooks find the context, and `close` finds the task."""
+    async def _work(self, start: Callable[[], Awaitable[T]]) -> T:
+        """Await what `start` returns: hooks find the context, and `close` finds the task."""
         task = asyncio.current_task()
         assert task is not None
         self._working.add(task)
         try:
             async with use_context(self._context):
-                yield
+                return await start()
         finally:
             self._working.discard(task)
 
@@ -181,14 +178,3 @@ class RolloutManager:
         await self._context.aclose()
         if self._client is not None:
             await self._client.aclose()
-        if self._endpoint is not None:
-            await self._endpoint.aclose()
-
-
-def _engine_metrics(stats: EngineStats) -> dict[str, float]:
-    """`cached_token_ratio`: prompt tokens that the engines had in their cache."""
-    return {
-        "rollout/engine_requests": float(stats.requests),
-        "rollout/engine_retries": float(stats.retries),
-        "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
-    }

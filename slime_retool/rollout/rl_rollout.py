@@ -43,7 +43,6 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     be generated at all, and whatever a hook raises that is not a RolloutError.
     """
     config = context.config
-    assert config.rollout_batch_size is not None
     started = time.monotonic()
     sampling = _Sampling(context, data, rollout_id)
     await sampling.run()
@@ -81,7 +80,8 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
         if config.dump_rollouts_keep is not None:
             prune_dumps(path.parent, config.dump_rollouts_keep)
     named = {f"rollout/{name}": value for name, value in metrics.items()}
-    return RolloutBatch(trained, named | {"perf/reward_seconds": sampling.reward_seconds})
+    # Seconds in which at least one sample waited for its reward, mostly while others were still generated.
+    return RolloutBatch(trained, named | {"perf/reward_seconds": sampling.hooks.reward_time.seconds})
 
 
 def _usable(group: Group) -> Group:
@@ -98,11 +98,9 @@ class _Sampling:
         self._target = config.rollout_batch_size
         self._limit = config.max_sampling_rounds * self._target
         self._at_once = max(self._target, config.over_sampling_batch_size or 0)
-        self._hooks, self._params = Hooks.load(config), training_sampling_params(config)
-        self._filter: FilterFn | None = None
-        if config.dynamic_sampling_filter_path is not None:
-            self._filter = load_function(config.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
-        self._started: dict[str, Group] = {}
+        self.hooks, self._params = Hooks.load(config), training_sampling_params(config)
+        path = config.dynamic_sampling_filter_path
+        self._filter: FilterFn | None = None if path is None else load_function(path, "--dynamic-sampling-filter-path")
         self.kept: list[Group] = []
         self.finished: list[Group] = []
         """Every group that ended by itself, kept or not."""
@@ -114,8 +112,7 @@ class _Sampling:
         self._last_error = "samples were aborted"
 
     async def run(self) -> None:
-        running: set[asyncio.Task[Group]] = set()
-        done: set[asyncio.Task[Group]] = set()
+        running: dict[asyncio.Task[Group], Group] = {}
         bar = tqdm(
             total=self._target,
             desc=f"rollout {self._rollout_id}",
@@ -125,53 +122,43 @@ class _Sampling:
         )
         try:
             while len(self.kept) < self._target:
-                running |= self._start(self._wanted() - len(running))
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda task: task.get_name()):
+                # What is missing, times the over-sampling.
+                wanted = math.ceil((self._target - len(self.kept)) * self._at_once / self._target)
+                running |= self._start(wanted - len(running))
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda task: running[task][0].group_index):
                     self._judge(task.result())
+                    del running[task]
                 bar.update(len(self.kept) - bar.n)
-            unused = [self._started[task.get_name()] for task in running] + self._surplus
-            unused.sort(key=lambda group: group[0].group_index)
+            unused = sorted([*running.values(), *self._surplus], key=lambda group: group[0].group_index)
             self._data.return_groups(unused)
             self._num_returned = len(unused)
         finally:
             bar.close()
-            await cancel([*running, *done])
-
-    @property
-    def reward_seconds(self) -> float:
-        """Seconds in which at least one sample waited for its reward, mostly while others were still generated."""
-        return self._hooks.reward_time.seconds
+            await cancel(list(running))
 
     def metrics(self) -> dict[str, float]:
         """How many groups ended which way."""
         counts = {
             "groups_kept": len(self.kept),
             "groups_dropped": len(self._filtered),
-            "groups_all_wrong": sum(map(self._all_wrong, self._filtered)),
-            "groups_all_right": sum(map(self._all_right, self._filtered)),
+            "groups_all_wrong": self._num_all_wrong(),
+            "groups_all_right": self._num_all_right(),
             "groups_failed": self._num_failed,
             "groups_returned": self._num_returned,
         }
         return {name: float(count) for name, count in counts.items()}
 
-    def _wanted(self) -> int:
-        """Groups that should run now: what is missing, times the over-sampling."""
-        missing = self._target - len(self.kept)
-        return math.ceil(missing * self._at_once / self._target)
-
-    def _start(self, count: int) -> set[asyncio.Task[Group]]:
-        """Draw up to `count` prompts and start them. Raises RolloutError when nothing may be drawn any more."""
+    def _start(self, count: int) -> dict[asyncio.Task[Group], Group]:
+        """Draw up to `count` prompts, as far as any may still be drawn, and start them."""
         count = min(count, self._limit - self._num_drawn)
         if count < 1:
-            return set()
+            return {}
         self._num_drawn += count
-        groups = {f"group {group[0].group_index:012d}": group for group in self._data.next_groups(count)}
-        self._started |= groups
-        return {asyncio.create_task(self._run(group), name=name) for name, group in groups.items()}
-
-    async def _run(self, group: Group) -> Group:
-        return await run_all(run_sample(self._config, self._hooks, s, self._params) for s in group)
+        return {
+            asyncio.create_task(run_all(run_sample(self._config, self.hooks, s, self._params) for s in group)): group
+            for group in self._data.next_groups(count)
+        }
 
     def _judge(self, group: Group) -> None:
         """Keep a finished group, or count why not. Raises when it has become clear that the batch cannot be filled."""
@@ -210,7 +197,7 @@ class _Sampling:
     def _verdict(self) -> str:
         """What the dropped groups say about the data, and what helps."""
         rewards = [self._reward(sample) for group in self.finished for sample in _usable(group)]
-        wrong, right = sum(map(self._all_wrong, self._filtered)), sum(map(self._all_right, self._filtered))
+        wrong, right = self._num_all_wrong(), self._num_all_right()
         text = (
             f"in {wrong} every answer was wrong (reward 0 or less), in {right} every one was right; over all samples "
             f"the mean reward is {fmean(rewards):.3g}, the lowest {min(rewards):.3g}, the highest {max(rewards):.3g}. "
@@ -227,11 +214,11 @@ class _Sampling:
             + "Most prompts are too hard or too easy for this model: choose others, or raise --n-samples-per-prompt"
         )
 
-    def _all_wrong(self, group: Group) -> bool:
-        return all(self._reward(sample) <= 0 for sample in group)
+    def _num_all_wrong(self) -> int:
+        return sum(all(self._reward(sample) <= 0 for sample in group) for group in self._filtered)
 
-    def _all_right(self, group: Group) -> bool:
-        return all(self._reward(sample) > 0 for sample in group)
+    def _num_all_right(self) -> int:
+        return sum(all(self._reward(sample) > 0 for sample in group) for group in self._filtered)
 
     def _reward(self, sample: Sample) -> float:
         return sample.reward_value(self._config.reward_key)

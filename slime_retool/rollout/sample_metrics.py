@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from slime_retool.rollout.hooks import USABLE
@@ -22,8 +22,8 @@ def sample_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[st
     statuses = Counter(sample.status for sample in samples)
     for status in (SampleStatus.TRUNCATED, SampleStatus.ABORTED, SampleStatus.FAILED):
         metrics[f"{status.value}_ratio"] = statuses[status] / len(samples)
-    failed = [sample for sample in samples if sample.status == SampleStatus.FAILED]
-    for boundary, count in Counter(map(boundary_of, failed)).items():
+    errors = (sample.error or "rollout" for sample in samples if sample.status == SampleStatus.FAILED)
+    for boundary, count in Counter(error.partition(":")[0] for error in errors).items():  # "engine: ..."
         metrics[f"failed_{boundary}"] = float(count)
     usable = [sample for sample in samples if sample.status in USABLE]
     if not usable:
@@ -35,16 +35,16 @@ def sample_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[st
     metrics |= {
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
-        "accuracy": share(reward > 0 for reward in rewards),
+        "accuracy": fmean(reward > 0 for reward in rewards),
         "response_tokens_mean": fmean(sample.response_length for sample in usable),
         "response_tokens_max": float(max(sample.response_length for sample in usable)),
         "model_tokens_mean": fmean(model_tokens),
         "model_tokens_max": float(max(model_tokens)),
         "mean_turns": fmean(sample.num_turns for sample in usable),
-        "tool_call_rate": share(sample.num_tool_calls > 0 for sample in usable),
+        "tool_call_rate": fmean(sample.num_tool_calls > 0 for sample in usable),
         "tool_calls_mean": calls / len(usable),
         "tool_error_rate": sum(sample.num_tool_errors for sample in usable) / max(calls, 1),
-        "malformed_call_rate": share(sample.num_malformed_calls > 0 for sample in usable),
+        "malformed_call_rate": fmean(sample.num_malformed_calls > 0 for sample in usable),
         # Observations hold 0.0, so the sum is over the model's own tokens.
         "log_prob_mean": sum(sum(sample.rollout_log_probs) for sample in usable) / max(sum(model_tokens), 1),
     }
@@ -65,14 +65,3 @@ def source_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[st
         of_source = sample_metrics([sample for sample in samples if sample.source == source], reward_key)
         metrics |= {f"{source}/{name}": of_source[name] for name in SOURCE_METRICS if name in of_source}
     return metrics
-
-
-def boundary_of(sample: Sample) -> str:
-    """The part that failed, from a FAILED sample's error text ("engine: ...")."""
-    return (sample.error or "rollout").partition(":")[0]
-
-
-def share(truths: Iterable[bool]) -> float:
-    """Fraction that is true; 0 of nothing."""
-    values = [bool(truth) for truth in truths]
-    return sum(values) / len(values) if values else 0.0

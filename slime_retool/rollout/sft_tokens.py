@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slime_retool.chat import ChatTemplate
@@ -29,7 +29,7 @@ class ConversationTokenizer:
     def __init__(self, tool_format: str, tokenizer: Any) -> None:
         self._tool_format, self._tokenizer = tool_format, tokenizer
         self._template = ChatTemplate(tokenizer)
-        self._formats: dict[str, _RetoolConversation] = {}
+        self._formats: dict[str, RetoolFormat] = {}
 
     def __call__(self, messages: list[Message], tools: list[ToolSchema] | None = None) -> tuple[list[int], list[int]]:
         """One mask entry per token. Raises DataError for a conversation that the format cannot hold."""
@@ -37,56 +37,49 @@ class ConversationTokenizer:
             return tokenize_conversation(self._template, messages, tools)
         key = json.dumps(tools)
         if key not in self._formats:
-            self._formats[key] = _RetoolConversation(self._tokenizer, tools)
-        return self._formats[key].tokenize(messages)
+            self._formats[key] = RetoolFormat(self._tokenizer, tools)
+        return self._in_retool(self._formats[key], messages)
 
-
-class _RetoolConversation:
-    def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
-        self._format = RetoolFormat(tokenizer, tools)
-        self._template = self._format.template
-
-    def tokenize(self, messages: list[Message]) -> tuple[list[int], list[int]]:
+    def _in_retool(self, form: RetoolFormat, messages: list[Message]) -> tuple[list[int], list[int]]:
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
         if first == 0 or any(message["role"] in ("user", "system") for message in messages[first:]):
             raise DataError(
                 "--tool-format retool puts a whole solution into one assistant message: a conversation must be a "
                 "prompt followed by assistant and tool messages only"
             )
-        ids = self._format.prompt_ids(messages[:first])
+        ids = form.prompt_ids(messages[:first])
         mask = [0] * len(ids)
-        for text, observation in _pieces(messages[first:], self._code):
-            self._refuse_control_text(text)
+        for text, observation in _pieces(messages[first:], form):
+            if self._template.end_token in text:
+                raise DataError(
+                    f"an assistant message holds {self._template.end_token!r}, which ends a turn; remove it"
+                )
             spoken = self._template.codec.encode(text)
             if observation is None:
                 spoken.append(self._template.end_token_id)
                 shown: list[int] = []
             else:
-                turn = self._format.read_turn(spoken)
+                turn = form.read_turn(spoken)
                 if len(turn.calls) != 1 or not isinstance(turn.calls[0], ToolCall) or turn.missing:
                     raise DataError(f"a code block cannot be written in the retool format: {text[-200:]!r}")
-                shown = self._format.observation_ids([self._format.fit_observation(observation, _NO_LIMIT)], turn)
+                shown = form.observation_ids([form.fit_observation(observation, _NO_LIMIT)], turn)
             ids += spoken + shown
             mask += [1] * len(spoken) + [0] * len(shown)
         return ids, mask
 
-    def _code(self, function: dict[str, Any]) -> str:
-        name, arguments = function["name"], function["arguments"]
-        tool, argument = self._format.tool, self._format.argument
-        if name != tool or list(arguments) != [argument] or not isinstance(arguments[argument], str):
-            raise DataError(
-                f"--tool-format retool can write calls of {tool!r} with text as {argument!r} and nothing else, got a "
-                f"call of {name!r} with {json.dumps(arguments)[:80]}"
-            )
-        return arguments[argument]
 
-    def _refuse_control_text(self, text: str) -> None:
-        if self._template.end_token in text:
-            raise DataError(f"an assistant message holds {self._template.end_token!r}, which ends a turn; remove it")
+def _code(form: RetoolFormat, function: dict[str, Any]) -> str:
+    name, arguments = function["name"], function["arguments"]
+    if name != form.tool or list(arguments) != [form.argument] or not isinstance(arguments[form.argument], str):
+        raise DataError(
+            f"--tool-format retool can write calls of {form.tool!r} with text as {form.argument!r} and nothing else, "
+            f"got a call of {name!r} with {json.dumps(arguments)[:80]}"
+        )
+    return arguments[form.argument]
 
 
-def _pieces(messages: Sequence[Message], code_of: Callable[[dict[str, Any]], str]) -> list[tuple[str, str | None]]:
-    """(what the model writes, the output behind it), of the last piece without an output. `code_of` a called function.
+def _pieces(messages: Sequence[Message], form: RetoolFormat) -> list[tuple[str, str | None]]:
+    """(what the model writes, the output behind it), of the last piece without an output.
 
     Several calls of one message become blocks one after the other, each with its own output.
     """
@@ -95,7 +88,7 @@ def _pieces(messages: Sequence[Message], code_of: Callable[[dict[str, Any]], str
     for message in messages:
         calls = message.get("tool_calls") or []
         for number, call in enumerate(calls):
-            code = code_of(call["function"])
+            code = _code(form, call["function"])
             prose = message["content"].strip() if number == 0 else ""
             if len(pieces) >= len(outputs):
                 raise DataError("a call has no tool message with its output")

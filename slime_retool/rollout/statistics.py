@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from statistics import NormalDist, fmean, stdev
 
+Z = NormalDist().inv_cdf(0.975)
+"""Deviations on each side of the mean that hold 95 % of a normal distribution."""
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over problems, with its confidence interval."""
+    """A mean over problems, with its 95 % confidence interval."""
 
     mean: float
     low: float
     high: float
 
 
-def estimate(per_problem: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Mean of one value per problem, each in [0, 1], with an interval of that confidence.
+def estimate(per_problem: Sequence[float]) -> Estimate:
+    """Mean of one value per problem, each in [0, 1], with its interval.
 
     The normal interval mean +- z s / sqrt(P), s the deviation (divisor P - 1) of the problems' values, cut to [0, 1].
     Where that has no width (one problem, or all alike) the Wilson interval of P observations takes its place,
@@ -34,30 +37,22 @@ def estimate(per_problem: Sequence[float], confidence: float = 0.95) -> Estimate
         raise ValueError("an estimate needs at least one problem, got none")
     count, mean = len(per_problem), fmean(per_problem)
     if count == 1 or min(per_problem) == max(per_problem):
-        low, high = wilson_interval(mean, count, confidence)
-        return Estimate(mean, low, high)
-    half = _z(confidence) * stdev(per_problem) / math.sqrt(count)
+        return Estimate(mean, *wilson_interval(mean, count))
+    half = Z * stdev(per_problem) / math.sqrt(count)
     return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half))
 
 
-def wilson_interval(share: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share in `count` observations (https://doi.org/10.1080/01621459.1927.10502953).
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share in `count` observations (https://doi.org/10.1080/01621459.1927.10502953).
 
     (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     """
     if count < 1 or not 0 <= share <= 1:
         raise ValueError(f"a share in [0, 1] of at least 1 observation is needed, got {share} of {count}")
-    z = _z(confidence)
-    centre = share + z * z / (2 * count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
+    centre = share + Z * Z / (2 * count)
+    half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+    scale = 1 + Z * Z / count
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
-
-
-def _z(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ValueError(f"the confidence must be between 0 and 1, got {confidence}")
-    return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from slime_retool.errors import ConfigError
+from slime_retool.rollout.hooks import USABLE
 from slime_retool.types import Sample, SampleStatus
 
 ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
@@ -74,9 +74,7 @@ class Transcripts:
     def __enter__(self) -> Transcripts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._file.close()
 
     @staticmethod
@@ -102,6 +100,6 @@ def _read(path: Path) -> dict[int, Sample]:
             continue
         sample = Sample(**{name: value for name, value in row.items() if name in _FIELDS})
         sample.status = SampleStatus(sample.status)
-        if sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED):
+        if sample.status in USABLE:
             done[sample.index] = sample
     return done

@@ -17,6 +17,6 @@ the layers and their limits.
 """
 
 from slime_retool.sandbox.host.policy import Result, SandboxPolicy, SandboxUnavailable, Status
-from slime_retool.sandbox.host.sandbox import Sandbox, Session, run_sync
+from slime_retool.sandbox.host.sandbox import Sandbox, Session
 
-__all__ = ["Result", "Sandbox", "SandboxPolicy", "SandboxUnavailable", "Session", "Status", "run_sync"]
+__all__ = ["Result", "Sandbox", "SandboxPolicy", "SandboxUnavailable", "Session", "Status"]

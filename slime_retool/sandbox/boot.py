@@ -3,13 +3,14 @@
 Registers this folder as a package of its own, so that the parent packages (asyncio and more) are not imported.
 """
 
+import importlib
 import os
 import sys
 import types
 
 
 def command(role: str, control: int) -> list[str]:
-    """Start `role`, "broker" or "zygote", with its control socket as this descriptor, in a bare interpreter."""
+    """Start the module `role`, with its control socket as this descriptor, in a bare interpreter."""
     python = os.path.realpath(sys.executable)
     return [python, "-I", "-S", "-X", "utf8", os.path.abspath(__file__), role, str(control)]
 
@@ -18,11 +19,4 @@ if __name__ == "__main__":
     package = types.ModuleType("jail")
     package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
     sys.modules["jail"] = package
-    if sys.argv[1] == "broker":
-        from jail.broker import broker
-
-        broker.main(int(sys.argv[2]))
-    else:
-        from jail.child import zygote
-
-        zygote.main(int(sys.argv[2]))
+    importlib.import_module(f"jail.{sys.argv[1]}").main(int(sys.argv[2]))

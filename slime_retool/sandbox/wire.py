@@ -7,11 +7,13 @@ import struct
 from typing import Any
 
 LENGTH = struct.Struct("<I")
+# Bound at import, before any code runs: see `child.semantics`.
+_encode, _len = json.JSONEncoder().encode, len
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    data = json.dumps(message).encode()
-    return LENGTH.pack(len(data)) + data
+    data = _encode(message).encode()
+    return LENGTH.pack(_len(data)) + data
 
 
 class Frames:

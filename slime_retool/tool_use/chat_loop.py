@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from slime_retool.protocols import ChatEngine, ChatReply
-from slime_retool.tool_use.calls import ToolCall, ToolCallError
+from slime_retool.tool_use.calls import ToolCallError
 from slime_retool.tool_use.loop import LoopBudgets, answer_calls
 from slime_retool.tool_use.observation import shorten
 from slime_retool.tool_use.parser import to_call
@@ -35,7 +35,8 @@ async def run_chat_loop(
     EngineError or ToolUnavailable on an outage.
     """
     sample.reset()
-    messages = _messages(sample)
+    prompt = sample.prompt
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     start, used = len(messages), 0
     async with registry.conversation() as own_tools:
         while sample.status is SampleStatus.PENDING:
@@ -44,7 +45,8 @@ async def run_chat_loop(
             )
             used += reply.completion_tokens
             sample.num_turns += 1
-            messages.append(_assistant(reply))
+            called = {"tool_calls": reply.tool_calls} if reply.tool_calls else {}
+            messages.append({"role": "assistant", "content": reply.content, **called})
             if reply.finish_reason == "length":
                 sample.status = SampleStatus.TRUNCATED
             elif not reply.tool_calls:
@@ -58,19 +60,6 @@ async def run_chat_loop(
     return sample
 
 
-def _messages(sample: Sample) -> list[Message]:
-    if isinstance(sample.prompt, str):
-        return [{"role": "user", "content": sample.prompt}]
-    return [dict(message) for message in sample.prompt]
-
-
-def _assistant(reply: ChatReply) -> Message:
-    message: Message = {"role": "assistant", "content": reply.content}
-    if reply.tool_calls:
-        message["tool_calls"] = reply.tool_calls
-    return message
-
-
 def _text(message: Message) -> str:
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
     parts = [message.get("content") or "", *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
@@ -82,7 +71,8 @@ async def _answer(
     sample: Sample, reply: ChatReply, registry: ToolRegistry, budgets: LoopBudgets, tools: list[ToolSchema]
 ) -> list[Message]:
     """One tool message for each call, in order."""
-    calls = [_read_call(call, tools) for call in reply.tool_calls]
+    functions = [call["function"] for call in reply.tool_calls]
+    calls = [to_call({"name": f.get("name"), "arguments": f.get("arguments") or "{}"}, tools) for f in functions]
     sample.num_malformed_calls += sum(isinstance(call, ToolCallError) for call in calls)
     limit = budgets.max_observation_tokens * CHARACTERS_PER_TOKEN
     texts = await answer_calls(sample, calls, registry, budgets, lambda text: shorten(text.rstrip(), limit))
@@ -90,9 +80,3 @@ async def _answer(
         {"role": "tool", "tool_call_id": raw.get("id") or "", "content": text}
         for raw, text in zip(reply.tool_calls, texts, strict=True)
     ]
-
-
-def _read_call(raw: dict[str, Any], tools: list[ToolSchema]) -> ToolCall | ToolCallError:
-    function = raw["function"]
-    schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
-    return to_call({"name": function.get("name"), "arguments": function.get("arguments") or "{}"}, schemas)

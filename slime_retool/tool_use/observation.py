@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from typing import Any
 
 from slime_retool.chat import TextCodec
@@ -13,6 +14,9 @@ _TAG = re.compile(rf"<(?=/?(?:{_TAGS})\s*>|\|)", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 # More characters than tokens of real text ever hold: longer outputs are cut before they are tokenized.
 _MAX_CHARS_PER_TOKEN = 32
+_NUMBER = re.compile(r"[-+]?\.?\d+(?:,\d{3}(?!\d)|[./:]\d+)*(?:e[-+]?\d+)?", re.IGNORECASE)
+# Characters looked at on each side of a cut: longer numbers can be split.
+_NUMBER_REACH = 64
 
 
 class ObservationFilter:
@@ -44,36 +48,44 @@ class ObservationFilter:
         return text
 
     def fit(self, text: str, max_tokens: int) -> str:
-        """`text`, or its head and tail with a note of what is missing, in at most `max_tokens` tokens.
+        """`text`, or as much of its head and tail as `max_tokens` tokens hold beside a note of what is missing.
 
         Of the tail at least the last line is kept (its end, if it is too long by itself): that is where a result or an
-        exception's message stands.
+        exception's message stands. Where not even the note has room, "..." says that there was something.
         """
         text = text.rstrip()
         if text.isascii() and len(text) < max_tokens:  # at most one token for a character, and one for the beginning
             return text
-        keep = min(len(text), _MAX_CHARS_PER_TOKEN * max_tokens)
-        shown = shorten(text, keep)
-        while (count := self._count(shown)) > max_tokens:
-            # Density differs within the text: aim a little below, and always make progress.
-            keep = min(keep - 1, int(keep * max_tokens / count * 0.95))
-            if keep <= 0:
-                return ""
-            shown = shorten(text, keep)
-        return shown
+        most = _MAX_CHARS_PER_TOKEN * max_tokens
+        if len(text) <= most and self._count(text) <= max_tokens:
+            return text
+        sizes = range(min(len(text), most))
+        fitting = bisect_left(sizes, True, key=lambda keep: self._count(shorten(text, keep)) > max_tokens)
+        shown = shorten(text, fitting - 1) if fitting else "..."
+        return shown if self._count(shown) <= max_tokens else ""
 
     def _count(self, text: str) -> int:
         return len(self._codec.encode(text))
 
 
 def shorten(text: str, keep: int) -> str:
-    """`keep` characters of text and a note of what is missing.
+    """At most `keep` characters of text and a note of what is missing.
 
-    Two thirds are from its head and one from its tail, or more to keep the last line.
+    Two thirds are from its head and one from its tail, or more to keep the last line. A number is kept whole or not
+    at all, since a part of it reads as another number; in one too long for that the note stands between its digits.
     """
     if len(text) <= keep:
         return text
     last_line = len(text) - (text.rfind("\n") + 1)
     tail = min(keep, max(keep // 3, last_line))
-    head = keep - tail
-    return f"{text[:head]}\n... [{len(text) - keep} characters omitted] ...\n{text[len(text) - tail :]}".lstrip("\n")
+    head, _ = _number_around(text, keep - tail)
+    _, tail_start = _number_around(text, len(text) - tail)
+    before, after = ("" if text[cut - 1 : cut + 1].isdecimal() else "\n" for cut in (head, tail_start))
+    note = f"... [{tail_start - head} characters omitted] ..."
+    return f"{text[:head]}{before}{note}{after}{text[tail_start:]}".strip("\n")
+
+
+def _number_around(text: str, cut: int) -> tuple[int, int]:
+    """(start, end) of the number that a cut before character `cut` splits; (cut, cut) where it splits none."""
+    numbers = _NUMBER.finditer(text, max(0, cut - _NUMBER_REACH), cut + _NUMBER_REACH)
+    return next((number.span() for number in numbers if number.start() < cut < number.end()), (cut, cut))

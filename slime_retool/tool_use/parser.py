@@ -21,13 +21,12 @@ _FORM = 'Between the opening and the closing tool_call tag write only {"name": "
 _DECODER = json.JSONDecoder(strict=False)
 
 
-def parse_tool_calls(text: str, tools: Sequence[ToolSchema] | None = None) -> list[ToolCall | ToolCallError]:
-    """All calls of `text`, in order; empty when the turn is an answer.
+def parse_tool_calls(text: str, tools: Sequence[ToolSchema]) -> list[ToolCall | ToolCallError]:
+    """All calls of `text`, in order, checked against `tools`; empty when the turn is an answer.
 
-    With `tools`, names and arguments are checked against their schemas. Calls mentioned in reasoning that ends
-    with `</think>` do not count. Of more than `MAX_CALLS` the rest is one `ToolCallError`.
+    Calls mentioned in reasoning that ends with `</think>` do not count. Of more than `MAX_CALLS` the rest is one
+    `ToolCallError`.
     """
-    schemas = None if tools is None else {tool["function"]["name"]: tool["function"] for tool in tools}
     calls: list[ToolCall | ToolCallError] = []
     position, thought = 0, text.find(END_OF_THINKING)
     while True:
@@ -48,7 +47,7 @@ def parse_tool_calls(text: str, tools: Sequence[ToolSchema] | None = None) -> li
             position = last + len(END_OF_THINKING)
             continue
         value, position = _read_call(text, start + len(OPEN))
-        calls.append(value if isinstance(value, ToolCallError) else to_call(value, schemas))
+        calls.append(value if isinstance(value, ToolCallError) else to_call(value, tools))
 
 
 def _read_call(text: str, position: int) -> tuple[Any, int]:
@@ -91,8 +90,8 @@ def _resume(text: str, position: int) -> int:
     return opening if opening >= 0 else position
 
 
-def to_call(value: Any, schemas: dict[str, Any] | None) -> ToolCall | ToolCallError:
-    """The call that a JSON value stands for. `schemas`: the tools' functions by name; None leaves them unchecked."""
+def to_call(value: Any, tools: Sequence[ToolSchema]) -> ToolCall | ToolCallError:
+    """The call of one of `tools` that a JSON value stands for."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or "arguments" not in value:
         return ToolCallError(
             'Error: a tool call must be one JSON object with a string "name" and an object "arguments". ' + _FORM
@@ -106,10 +105,10 @@ def to_call(value: Any, schemas: dict[str, Any] | None) -> ToolCall | ToolCallEr
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         return ToolCallError(f'Error: "arguments" of {name} must be a JSON object of named arguments, got {kind}.')
-    if schemas is not None:
-        if name not in schemas:
-            return ToolCallError(f"Error: there is no tool {name!r}. Available: {', '.join(schemas) or 'none'}.")
-        problem = check_arguments(arguments, schemas[name].get("parameters") or {})
-        if problem:
-            return ToolCallError(f"Error: wrong arguments for {name}: {problem}.")
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    if name not in schemas:
+        return ToolCallError(f"Error: there is no tool {name!r}. Available: {', '.join(schemas) or 'none'}.")
+    problem = check_arguments(arguments, schemas[name])
+    if problem:
+        return ToolCallError(f"Error: wrong arguments for {name}: {problem}.")
     return ToolCall(name, arguments)

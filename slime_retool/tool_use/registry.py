@@ -81,9 +81,6 @@ class ToolRegistry:
     @asynccontextmanager
     async def conversation(self) -> AsyncIterator[ToolRegistry]:
         """The registry that one conversation uses: tools that keep state have their own until it ends."""
-        if all(tool.conversation is None for tool in self._tools.values()):
-            yield self
-            return
         async with AsyncExitStack() as stack:
             own = [
                 replace(tool, function=await stack.enter_async_context(tool.conversation()))
@@ -116,8 +113,6 @@ class ToolRegistry:
 
     async def execute_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """`execute` all at once, results in order; when one raises, the others have ended before it goes on."""
-        if len(calls) == 1:
-            return [await self.execute(calls[0])]
         tasks = [asyncio.ensure_future(self.execute(call)) for call in calls]
         try:
             return await asyncio.gather(*tasks)

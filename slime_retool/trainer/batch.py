@@ -31,6 +31,7 @@ class TrainBatch:
     def from_samples(cls, samples: Sequence[TrainSample]) -> TrainBatch:
         """Lay samples end to end. Log-probs and columns are kept when every sample has them."""
         named = set.intersection(*(set(s.columns) for s in samples)) if samples else set()
+        sampled = [s.rollout_log_probs for s in samples if s.rollout_log_probs is not None]
         return cls(
             segments=Segments(
                 lengths=torch.tensor([s.length for s in samples], dtype=torch.int64),
@@ -40,7 +41,7 @@ class TrainBatch:
             rewards=torch.tensor([s.reward for s in samples], dtype=torch.float64),
             groups=torch.tensor([s.group_index for s in samples], dtype=torch.int64),
             indices=[s.index for s in samples],
-            rollout_log_probs=_flat_or_none([s.rollout_log_probs for s in samples]),
+            rollout_log_probs=_flat(sampled, torch.float32) if sampled and len(sampled) == len(samples) else None,
             columns={name: _flat([s.columns[name] for s in samples], torch.float32) for name in sorted(named)},
         )
 
@@ -70,8 +71,3 @@ def _flat(arrays: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype)
     """Arrays of `dtype`'s width, one after the other, as one tensor."""
     joined = bytearray().join(arrays)  # type: ignore[arg-type]  # TrainSample stores array.array
     return torch.frombuffer(joined, dtype=dtype) if joined else torch.empty(0, dtype=dtype)
-
-
-def _flat_or_none(arrays: Sequence[Sequence[float] | None]) -> Tensor | None:
-    present = [values for values in arrays if values is not None]
-    return _flat(present, torch.float32) if present and len(present) == len(arrays) else None

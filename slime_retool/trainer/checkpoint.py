@@ -134,8 +134,6 @@ def load(
     Options given to this run (learning rate, betas, ...) win over those of the run that saved. With `lora` only the
     adapters are loaded. Raises CheckpointError when it is incomplete, or of another model or other adapters.
     """
-    from megatron.core import dist_checkpointing
-
     directory = _directory(root if iteration is None else str(Path(root) / checkpoint_name(iteration)))
     state_path = directory / STATE_FILE
     if not state_path.is_file():
@@ -157,9 +155,7 @@ def load(
         tensors["optimizer"] = optimizer.sharded_state_dict(
             tensors["model"], is_loading=True, metadata=dict(OPTIMIZER_FORMAT)
         )
-    loaded = _loading(directory, lambda: dist_checkpointing.load(tensors, str(directory)))
-    loaded["model"] |= kept
-    load_model_state(module, loaded)
+    loaded = _load_tensors(directory, tensors, module, kept)
     if state.with_optimizer:
         options = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in optimizer.param_groups]
         _loading(directory, lambda: optimizer.load_state_dict(loaded["optimizer"]))
@@ -175,16 +171,21 @@ def load_weights(root: str, *, module: Any, vocab_size: int, skip: Collection[st
 
     Parameters named in `skip` are left as they are.
     """
-    from megatron.core import dist_checkpointing
-
     directory = _directory(root)
     _check_adapters(directory, None)
     _check_vocabulary(directory, vocab_size)
     state = model_state_dict(module)
-    kept = _take_out(state, lambda name: name in skip)
-    loaded = _loading(directory, lambda: dist_checkpointing.load(state, str(directory)))
+    _load_tensors(directory, state, module, _take_out(state, lambda name: name in skip))
+
+
+def _load_tensors(directory: Path, tensors: dict[str, Any], module: Any, kept: dict[str, Tensor]) -> dict[str, Any]:
+    """Read what the sharded state asks for; the model gets it and the `kept` parameters. Returns what was read."""
+    from megatron.core import dist_checkpointing
+
+    loaded = _loading(directory, lambda: dist_checkpointing.load(tensors, str(directory)))
     loaded["model"] |= kept
     load_model_state(module, loaded)
+    return loaded
 
 
 def rows_of(root: str, name: str) -> int | None:

@@ -39,7 +39,7 @@ from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.critic import Critic
 from slime_retool.trainer.dump import dump_trained
 from slime_retool.trainer.prepare import Prepared, mismatch_of_first_step, prepare, weigh
-from slime_retool.trainer.report import memory_figures, speed_figures
+from slime_retool.trainer.report import memory_metrics, speed_metrics
 from slime_retool.trainer.role import ModelRole, StepResult
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -125,7 +125,7 @@ class Trainer:
         # Both need only what `prepare` has left, so their order does not matter.
         metrics = self.optimize(rollout_id) | self.train_critic(batch, rollout_id, values, returns)
         # The critic's part counts as well.
-        return metrics | {name: max(value, metrics[name]) for name, value in memory_figures(self.device).items()}
+        return metrics | {name: max(value, metrics[name]) for name, value in memory_metrics(self.device).items()}
 
     def values(self, batch: RolloutBatch) -> Tensor:
         """The critic's value of every token [N], on every rank."""
@@ -171,8 +171,8 @@ class Trainer:
         dist.all_reduce(total, dist.ReduceOp.MAX)
         metrics["perf/log_probs_seconds"], metrics["perf/train_seconds"] = total.tolist()
         if seconds[1]:
-            metrics |= speed_figures(config, batch, metrics["perf/train_seconds"], self.device)
-        return metrics | memory_figures(self.device)
+            metrics |= speed_metrics(config, batch, metrics["perf/train_seconds"], self.device)
+        return metrics | memory_metrics(self.device)
 
     def train_critic(self, batch: RolloutBatch, rollout_id: int, values: Tensor, returns: Tensor) -> dict[str, float]:
         """The critic's optimizer steps towards `returns` [N]; `values` [N] are those it gave before."""

@@ -39,60 +39,36 @@ def hf_named_tensors(module: Any, model: ModelArgs, *, everywhere: bool = False)
 
     if not (everywhere or _holds_first(dense=True) or _holds_first(dense=False)):
         return
-    pp_group = mpu.get_pipeline_model_parallel_group()
-    pp_rank, pp_size = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
-    stages = dist.get_process_group_ranks(pp_group)  # of this rank's tensor-parallel position
+    stages = mpu.get_pipeline_model_parallel_group()  # of this rank's tensor-parallel position
+    pp_rank = mpu.get_pipeline_model_parallel_rank()
     leader = everywhere or (_holds_first(dense=True) and mpu.get_tensor_model_parallel_rank() == 0)
-    for stage in range(pp_size):
+    wanted = leader and (everywhere or pp_rank == 0)
+    for stage in range(stages.size()):
         # The first stage's tensors are where they are wanted, unless every stage wants them.
-        travels = leader and pp_size > 1 and (everywhere or stage > 0)
-        targets = list(range(pp_size)) if everywhere else [0]
-        if stage == pp_rank:
-            for chunk in _stage_chunks(module, model, everywhere):
-                if travels:
-                    _send(chunk, pp_group, stages, stage, everywhere)
-                if leader and pp_rank in targets:
-                    for name, full in chunk:
-                        yield from to_hf(name, full, model)
-            if travels:
-                _send([], pp_group, stages, stage, everywhere)
-        elif travels and pp_rank in targets:
-            for name, full in _received(pp_group, stages, stage, everywhere):
+        travels = leader and stages.size() > 1 and (everywhere or stage > 0)
+        chunks = _stage_chunks(module, model, everywhere) if stage == pp_rank else iter(())
+        for chunk in _shared(chunks, stage, stages) if travels else chunks:
+            for name, full in chunk if wanted else ():
                 yield from to_hf(name, full, model)
 
 
-def _send(chunk: list[Named], group: dist.ProcessGroup, stages: list[int], stage: int, everywhere: bool) -> None:
-    """One chunk of this stage, to all stages or to the first; an empty one ends the stage."""
-    header = [[(name, tuple(full.shape), full.dtype) for name, full in chunk]]
-    flat = _flatten([full for _, full in chunk])
-    if everywhere:
-        dist.broadcast_object_list(header, src=stages[stage], group=group)
-        if chunk:
-            dist.broadcast(flat, src=stages[stage], group=group)
-        return
-    dist.send_object_list(header, dst=stages[0], group=group)
-    if chunk:
-        dist.send(flat, dst=stages[0], group=group)
-
-
-def _received(group: dist.ProcessGroup, stages: list[int], stage: int, everywhere: bool) -> Iterator[Named]:
-    source = stages[stage]
+def _shared(chunks: Iterator[list[Named]], stage: int, stages: dist.ProcessGroup) -> Iterator[list[Named]]:
+    """The chunks that the ranks of one pipeline stage have, on the ranks of all stages."""
+    source = dist.get_global_rank(stages, stage)
+    sends = dist.get_rank() == source
     while True:
-        header: list[Any] = [None]
-        if everywhere:
-            dist.broadcast_object_list(header, src=source, group=group)
-        else:
-            dist.recv_object_list(header, src=source, group=group)
+        chunk = next(chunks, [])
+        header: list[Any] = [[(name, full.shape, full.dtype) for name, full in chunk]]
+        dist.broadcast_object_list(header, src=source, group=stages)
         if not header[0]:
             return
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in header[0]]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=torch.cuda.current_device())
-        if everywhere:
-            dist.broadcast(flat, src=source, group=group)
-        else:
-            dist.recv(flat, src=source, group=group)
-        for (name, shape, dtype), part in zip(header[0], flat.split(sizes), strict=True):
-            yield name, part.view(dtype).view(shape)
+        sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in header[0]]
+        flat = _flatten([full for _, full in chunk])
+        if not sends:
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=torch.cuda.current_device())
+        dist.broadcast(flat, src=source, group=stages)
+        parts = zip(header[0], flat.split(sizes), strict=True)
+        yield chunk if sends else [(name, part.view(dtype).view(shape)) for (name, shape, dtype), part in parts]
 
 
 def _holds_first(*, dense: bool) -> bool:

@@ -63,30 +63,31 @@ class Offloadable:
         """Move to the host; does nothing when already there."""
         if self._away:
             return
-        storages = self._storages()
-        sizes = [storage.nbytes() for storage in storages]
-        if self._host is not None:
-            for storage, parts in zip(storages, self._host.pieces(sizes), strict=True):
-                for part, here in zip(parts, _split(storage, parts), strict=True):
-                    part.copy_(here, non_blocking=True)
-            self._synchronize()
-        for storage in storages:
+        away = [(storage, storage.nbytes()) for storage in self._storages()]
+        for part, here in self._pieces(away):
+            part.copy_(here, non_blocking=True)
+        self._synchronize()
+        for storage, _ in away:
             storage.resize_(0)
-        self._away = list(zip(storages, sizes, strict=True))
+        self._away = away
 
     def reload(self) -> None:
         """Back to the device; does nothing when already there. Dropped contents come back as zeros."""
         for storage, size in self._away:
             storage.resize_(size)
-        if self._host is None:
-            for storage, _ in self._away:
+            if self._host is None:
                 _bytes(storage).zero_()
-        else:
-            for (storage, _), parts in zip(self._away, self._host.pieces(size for _, size in self._away), strict=True):
-                for part, here in zip(parts, _split(storage, parts), strict=True):
-                    here.copy_(part, non_blocking=True)
+        for part, here in self._pieces(self._away):
+            here.copy_(part, non_blocking=True)
         self._synchronize()
         self._away = []
+
+    def _pieces(self, away: list[tuple[torch.UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(host memory, the bytes on the device that it holds or shall hold); none where contents are dropped."""
+        if self._host is None:
+            return
+        for (storage, _), parts in zip(away, self._host.pieces(size for _, size in away), strict=True):
+            yield from zip(parts, _bytes(storage).split([len(part) for part in parts]), strict=True)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -123,7 +124,9 @@ class TrainerMemory:
         self._grads.offload()
         if not keep_weights:
             self._weights.offload()
-        _give_back(self._trainer.device)
+        if self._trainer.device.type == "cuda":  # freed memory goes from torch's cache to whoever else is on the GPU
+            torch.cuda.ipc_collect()  # weights that an engine has closed since the update ended
+            torch.cuda.empty_cache()
 
     def reload(self) -> None:
         """Take the device again."""
@@ -170,14 +173,3 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """A view of the whole storage [nbytes] (uint8)."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _split(storage: torch.UntypedStorage, parts: list[Tensor]) -> tuple[Tensor, ...]:
-    return _bytes(storage).split([len(part) for part in parts])
-
-
-def _give_back(device: torch.device) -> None:
-    """Freed memory goes from torch's cache to whoever else is on the card."""
-    if device.type == "cuda":
-        torch.cuda.ipc_collect()  # weights that an engine has closed since the update ended
-        torch.cuda.empty_cache()

@@ -11,6 +11,8 @@ Learning rate of optimizer step k = 0, 1, ..., with W warm-up steps and D steps 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,11 +71,6 @@ def build_scheduler(config: Config, optimizer: Any) -> Any:
     )
 
 
-def current_lr(optimizer: Any) -> float:
-    """The learning rate of the next step (all groups share it)."""
-    return float(optimizer.param_groups[0]["lr"])
-
-
 def grad_norm(optimizer: Any) -> float:
     """L2 norm of the whole gradient, after `optimizer.prepare_grads()`; the same on every rank.
 
@@ -83,34 +80,29 @@ def grad_norm(optimizer: Any) -> float:
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 
-    total = None
+    total = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
     for part in optimizer.chained_optimizers:
         grads = [
             grad
-            for p in part.get_parameters()
-            if (grad := _grad_of(part, p)) is not None
-            and param_is_not_shared(p)
-            and param_is_not_tensor_parallel_duplicate(p)
+            for parameter, grad in _gradients(part)
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
         ]
-        squared = _sum_of_squares(grads)
+        squared = torch.stack(torch._foreach_norm(grads)).float().square().sum() if grads else torch.zeros_like(total)
         dist.all_reduce(squared, group=part.get_grad_stats_parallel_group())
-        total = squared if total is None else total + squared
-    assert total is not None
+        total = total + squared
     return float(total.sqrt())
 
 
-def _grad_of(part: Any, parameter: Tensor) -> Tensor | None:
-    """The gradient that this optimizer will read; the precision-aware one keeps it under a name of its own."""
-    if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        return parameter.decoupled_grad if hasattr(parameter, "decoupled_grad") else None
-    return parameter.grad
-
-
-def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    device = torch.cuda.current_device()
-    if not grads:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.stack(torch._foreach_norm(grads)).float().square().sum()
+def _gradients(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """(parameter, gradient) that this optimizer will read; the precision-aware one keeps it under a name of its own."""
+    precision_aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    for parameter in part.get_parameters():
+        if precision_aware:
+            grad = parameter.decoupled_grad if hasattr(parameter, "decoupled_grad") else None
+        else:
+            grad = parameter.grad
+        if grad is not None:
+            yield parameter, grad
 
 
 @torch.no_grad()
@@ -118,10 +110,9 @@ def clip_gradients(optimizer: Any, max_norm: float, norm: float) -> None:
     """Scale all gradients by max_norm / norm when the norm is larger; `max_norm` 0 leaves them alone."""
     if max_norm <= 0 or norm <= max_norm:
         return
-    grads = (_grad_of(part, p) for part in optimizer.chained_optimizers for p in part.get_parameters())
-    seen = [grad for grad in grads if grad is not None]
-    if seen:
-        torch._foreach_mul_(seen, max_norm / norm)
+    grads = [grad for part in optimizer.chained_optimizers for _, grad in _gradients(part)]
+    if grads:
+        torch._foreach_mul_(grads, max_norm / norm)
 
 
 def optimizer_step(optimizer: Any, scheduler: Any, max_norm: float) -> tuple[float, bool]:
@@ -132,7 +123,7 @@ def optimizer_step(optimizer: Any, scheduler: Any, max_norm: float) -> tuple[flo
     """
     found_inf = optimizer.prepare_grads()
     norm = grad_norm(optimizer)
-    update = not found_inf and bool(torch.isfinite(torch.tensor(norm)))
+    update = not found_inf and math.isfinite(norm)
     if update:
         clip_gradients(optimizer, max_norm, norm)
         optimizer.step_with_ready_grads()

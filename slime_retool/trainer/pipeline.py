@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 Shape = tuple[int, int, int]
 """[tokens, 1, hidden size]"""
@@ -17,9 +16,9 @@ NOTHING: Shape = (0, 0, 0)
 class KnownShapes(P2PCommunicator):
     """Megatron's communicator for one pass over micro-batches whose shapes every stage knows beforehand.
 
-    For lengths that vary, Megatron's own sends every shape ahead and waits for the card to receive it. The host then
-    falls behind: between two micro-batches the card stands still until the host has prepared the next. Without
-    questions the host queues the whole pass, and stages wait for each other on the card alone.
+    For lengths that vary, Megatron's own sends every shape ahead and waits for the GPU to receive it. The host then
+    is late: between two micro-batches the GPU stands still until the host has prepared the next. Without
+    questions the host queues the whole pass, and stages wait for each other on the GPU alone.
     """
 
     def __init__(self, config: Any, shapes: Sequence[Shape]) -> None:
@@ -33,8 +32,3 @@ class KnownShapes(P2PCommunicator):
     ) -> tuple[Shape, Shape]:
         """What is received from the stage before (activations) and from the one after (their gradients)."""
         return next(self._forward) if recv_prev else NOTHING, next(self._backward) if recv_next else NOTHING
-
-
-def pipeline_groups() -> ProcessGroupCollection:
-    """The groups that Megatron's schedule wants beside a communicator: those it takes itself without one."""
-    return ProcessGroupCollection.use_mpu_process_groups()

@@ -13,14 +13,14 @@ from slime_retool.metrics import host_bytes
 from slime_retool.trainer.batch import TrainBatch
 
 
-def speed_figures(config: Config, batch: TrainBatch, seconds: float, device: torch.device) -> dict[str, float]:
-    """Tokens per second, and MFU on a card whose peak is known, of optimizer steps on `batch` that took `seconds`.
+def speed_metrics(config: Config, batch: TrainBatch, seconds: float, device: torch.device) -> dict[str, float]:
+    """Tokens per second, and MFU on a GPU whose peak is known, of optimizer steps on `batch` that took `seconds`.
 
     MFU: operations of the model (`arithmetic.flops`, at the batch's own lengths, logits where tokens are learned) over
-    those that the trainer's cards could make in that time at their dense bf16 peak.
+    those that the trainer's GPUs could make in that time at their dense bf16 peak.
     """
     rate = batch.num_tokens / seconds
-    figures = {
+    metrics = {
         "perf/train_tokens_per_second": rate,
         "perf/train_tokens_per_second_per_gpu": rate / config.world_size,
     }
@@ -29,20 +29,20 @@ def speed_figures(config: Config, batch: TrainBatch, seconds: float, device: tor
         lengths = batch.lengths.tolist()
         learned = batch.segments.num_learned
         work = model_flops(config, lengths, training=True, logit_tokens=learned, lora=config.lora)
-        figures["perf/train_mfu"] = work / (seconds * config.world_size * card.peak_flops)
-    return figures
+        metrics["perf/train_mfu"] = work / (seconds * config.world_size * card.peak_flops)
+    return metrics
 
 
-def memory_figures(device: torch.device) -> dict[str, float]:
+def memory_metrics(device: torch.device) -> dict[str, float]:
     """Largest over all ranks, in GiB; collective. The device's peak is that since the last call, and starts anew.
 
     `peak` is what tensors held, `reserved` what the allocator holds now, `host` the process's resident memory.
     """
-    figures = {"memory/trainer_host_gib": float(host_bytes())}
+    metrics = {"memory/trainer_host_gib": float(host_bytes())}
     if device.type == "cuda":
-        figures["memory/trainer_peak_gib"] = float(torch.cuda.max_memory_allocated(device))
-        figures["memory/trainer_reserved_gib"] = float(torch.cuda.memory_reserved(device))
+        metrics["memory/trainer_peak_gib"] = float(torch.cuda.max_memory_allocated(device))
+        metrics["memory/trainer_reserved_gib"] = float(torch.cuda.memory_reserved(device))
         torch.cuda.reset_peak_memory_stats(device)
-    largest = torch.tensor(list(figures.values()), dtype=torch.float64, device=device) / GIB
+    largest = torch.tensor(list(metrics.values()), dtype=torch.float64, device=device) / GIB
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return dict(zip(figures, largest.tolist(), strict=True))
+    return dict(zip(metrics, largest.tolist(), strict=True))

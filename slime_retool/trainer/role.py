@@ -24,7 +24,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import MicroBatch, schedule
-from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, current_lr, optimizer_step
+from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, optimizer_step
 from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packed_tokens, packing_multiple, unpack
 
 _REPORT_WIDTH = 8
@@ -35,7 +35,7 @@ PerToken = Callable[[PackedBatch, Tensor], Tensor]
 
 @dataclass(slots=True)
 class LossOutput:
-    """Of one micro-batch."""
+    """One micro-batch's."""
 
     loss: Tensor  # scalar, to be summed over micro-batches, data- and context-parallel ranks
     metrics: dict[str, Tensor]
@@ -71,7 +71,23 @@ class ModelRole(ABC):
         self.cp_rank, self.cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
         self.cp_group = mpu.get_context_parallel_group() if self.cp_size > 1 else None
         try:
-            self.model_config = _transformer_config(config, dtype)
+            self.model_config = transformer_config(
+                config,
+                tp=config.tensor_model_parallel_size,
+                pp=config.pipeline_model_parallel_size,
+                cp=config.context_parallel_size,
+                ep=config.expert_model_parallel_size,
+                etp=config.expert_tensor_parallel_size,
+                sequence_parallel=config.sequence_parallel,
+                dtype=dtype,
+                decoder_first_pipeline_num_layers=config.decoder_first_pipeline_num_layers,
+                decoder_last_pipeline_num_layers=config.decoder_last_pipeline_num_layers,
+                transformer_impl=config.transformer_impl,
+                recompute_granularity=None if config.recompute_granularity == "none" else config.recompute_granularity,
+                recompute_method=config.recompute_method,
+                recompute_num_layers=config.recompute_num_layers,
+                recompute_modules=list(config.recompute_modules) or None,
+            )
             module = self._build_module()
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -186,7 +202,7 @@ class ModelRole(ABC):
             return result.loss, torch.zeros((), dtype=torch.int, device=zero.device), zero
 
         micro_batches = self.micro_batches(batch, samples)
-        lr = current_lr(self.optimizer)
+        lr = float(self.optimizer.param_groups[0]["lr"])  # of this step, in all groups
         self._run(batch, micro_batches, data, on_output)
         metrics = self._sum_of_all_ranks(reports)
         norm, updated = optimizer_step(self.optimizer, self.scheduler, self.config.clip_grad)
@@ -245,10 +261,6 @@ class ModelRole(ABC):
         )
         cp = {"cp": self.cp_size, "cp_rank": self.cp_rank}
 
-        def packed_batches() -> Iterator[PackedBatch]:
-            for chosen in micro_batches:
-                yield pack(batch, chosen, data=data, multiple=multiple, **cp, device=self.device)
-
         def forward(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             packed = next(batches)
             output = model(
@@ -266,7 +278,9 @@ class ModelRole(ABC):
             communication = self._communication(batch, micro_batches, multiple)
         self._forward_backward(
             forward_step_func=forward,
-            data_iterator=packed_batches(),
+            data_iterator=(
+                pack(batch, chosen, data=data, multiple=multiple, **cp, device=self.device) for chosen in micro_batches
+            ),
             model=[self.model],
             num_microbatches=len(micro_batches),
             seq_length=multiple,  # not read where lengths vary (variable_seq_lengths)
@@ -278,40 +292,23 @@ class ModelRole(ABC):
 
     def _communication(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], multiple: int) -> dict[str, Any]:
         """How this pass's pipeline stages communicate, for Megatron's schedule."""
-        from slime_retool.trainer.pipeline import KnownShapes, pipeline_groups
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        from slime_retool.trainer.pipeline import KnownShapes
 
         split = self.tp_size if self.model_config.sequence_parallel else 1
         lengths = [batch.lengths[chosen].tolist() for chosen in micro_batches]
         tokens = [packed_tokens(each, multiple=multiple, cp=self.cp_size) // split for each in lengths]
         shapes = [(count, 1, self.model_config.hidden_size) for count in tokens]
-        return {"p2p_communicator": KnownShapes(self.model_config, shapes), "pg_collection": pipeline_groups()}
+        # Beside a communicator Megatron's schedule wants the groups that it takes itself without one.
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return {"p2p_communicator": KnownShapes(self.model_config, shapes), "pg_collection": groups}
 
     def _everywhere(self, parts: list[tuple[Tensor, Tensor]], num_tokens: int) -> Tensor:
         """Each value is computed by one rank (and its tensor-parallel peers); the others add zeros, which is exact."""
         flat = unpack(parts if self.tp_rank == 0 else [], num_tokens).to(self.device)
         dist.all_reduce(flat)
         return flat.cpu()
-
-
-def _transformer_config(config: Config, dtype: torch.dtype) -> Any:
-    """Megatron's. Raises ValueError for sizes that do not go together."""
-    return transformer_config(
-        config,
-        tp=config.tensor_model_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        cp=config.context_parallel_size,
-        ep=config.expert_model_parallel_size,
-        etp=config.expert_tensor_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        dtype=dtype,
-        decoder_first_pipeline_num_layers=config.decoder_first_pipeline_num_layers,
-        decoder_last_pipeline_num_layers=config.decoder_last_pipeline_num_layers,
-        recompute_granularity=None if config.recompute_granularity == "none" else config.recompute_granularity,
-        recompute_method=config.recompute_method,
-        recompute_num_layers=config.recompute_num_layers,
-        recompute_modules=config.recompute_modules,
-        transformer_impl=config.transformer_impl,
-    )
 
 
 def _data_parallel(config: Config, model_config: Any, module: Any) -> Any:

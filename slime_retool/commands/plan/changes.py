@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from megatron_bridge.arithmetic.cards import Card
 from slime_retool.commands.plan.memory import engine_memory
 from slime_retool.commands.plan.plan import check_layout, find_problems, make_plan, memory_of_moments
-from slime_retool.commands.plan.settings import (
-    Setting,
-    flags_of,
-    settings_that_save_memory,
-    settings_that_save_time,
-)
+from slime_retool.commands.plan.settings import Setting, flags_of, settings_that_save_memory, settings_that_save_time
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError

@@ -8,21 +8,10 @@ allow; then those that are longer than the mean end, `TAIL_SHARE` of a wave on a
 
 from __future__ import annotations
 
-from megatron_bridge.arithmetic.cards import (
-    BANDWIDTH_SHARE,
-    DECODE_LAYER_SECONDS,
-    DECODE_STEP_SECONDS,
-    GEMM_SHARE,
-    LINK_SHARE,
-    SYNC_SECONDS,
-    Card,
-)
+from megatron_bridge.arithmetic import cards
+from megatron_bridge.arithmetic.cards import BANDWIDTH_SHARE, GEMM_SHARE, LINK_SHARE, Card
 from megatron_bridge.arithmetic.flops import layers_matmul_parameters, output_parameters
-from megatron_bridge.arithmetic.parameters import (
-    all_expert_parameters,
-    total_parameters,
-    widths,
-)
+from megatron_bridge.arithmetic.parameters import all_expert_parameters, total_parameters, widths
 from megatron_bridge.model_config import moe_layers, required
 from slime_retool.commands.plan.activations import BF16
 from slime_retool.commands.plan.memory import TrainerMemory, engine_memory, kv_bytes_per_token
@@ -63,7 +52,7 @@ def _decode_seconds(config: Config, card: Card, running: float, context: float) 
     matrices = layers_matmul_parameters(config) + output_parameters(config)
     operations = running * (2 * matrices + attention) / workers
     step = max(read / (card.bandwidth * BANDWIDTH_SHARE), operations / (card.peak_flops * GEMM_SHARE))
-    step += DECODE_STEP_SECONDS + DECODE_LAYER_SECONDS * required(config, "num_layers")
+    step += cards.DECODE_STEP_SECONDS + cards.DECODE_LAYER_SECONDS * required(config, "num_layers")
     if workers > 1:
         reduced = 2 * required(config, "num_layers") * running * required(config, "hidden_size") * BF16
         # No engine spans hosts (`cluster.placement`), whatever hosts the trainer has.
@@ -89,7 +78,7 @@ def sync_seconds(config: Config, card: Card) -> float:
     gpus = config.actor_num_gpus_per_node
     shards = max(config.model_parallel_size, config.expert_model_parallel_size * config.pipeline_model_parallel_size)
     within = config.actor_num_nodes == 1 or (config.colocate and shards <= gpus)
-    return SYNC_SECONDS + size / ((card.nvlink if within else card.network) * LINK_SHARE)
+    return cards.SYNC_SECONDS + size / ((card.nvlink if within else card.network) * LINK_SHARE)
 
 
 def offload_seconds(config: Config, card: Card, trainer: TrainerMemory) -> float:

@@ -116,16 +116,12 @@ def layers_of_stages(config: Config) -> list[int]:
     )
 
 
-def trainer_memory(config: Config, workload: Workload) -> TrainerMemory:
-    """Bytes on the fullest rank of the first model's processes."""
-    return trainer_memories(config, workload)[0]
-
-
 def trainer_memories(config: Config, workload: Workload) -> tuple[TrainerMemory, dict[str, int]]:
-    """(`trainer_memory`, bytes on the fullest GPU of each model that has processes of its own, by name)."""
+    """(memory of the fullest rank of the first model's processes, bytes on the fullest GPU of each model that has
+    processes of its own, by name)."""
     models = config.roles
-    apart = {model.name: _fullest([model], workload).total for model in models if model.apart}
-    return _fullest([model for model in models if not model.apart], workload), apart
+    apart = {model.name: _fullest([model], workload).total for model in models if model.separate}
+    return _fullest([model for model in models if not model.separate], workload), apart
 
 
 def _fullest(models: list[Role], workload: Workload) -> TrainerMemory:
@@ -160,31 +156,42 @@ def stage_memory(models: list[Role], workload: Workload, stage: int) -> TrainerM
 
 def _state_bytes(model: Role, stage: int, layers: int) -> tuple[int, int, int, int]:
     """(weights, gradients, optimizer, optimizer on the host) of a rank of one pipeline stage with so many layers."""
-    config = model.config
+    config, bf16 = model.config, model.config.precision != "fp32"
+    frozen, dense, experts = held_parameters(config, stage, layers, logits=model.has_logits)
+    trained = dense + experts
+    gradient = FP32 if config.accumulate_allreduce_grads_in_fp32 or not bf16 else BF16
+    main = (2 if config.use_precision_aware_optimizer else FP32) if bf16 else 0
+    optimizer = stepped_parameters(config, dense, experts) * (2 * FP32 + main)
+    on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
+    return (frozen + trained) * element_bytes(config), trained * gradient, optimizer - on_host, on_host
+
+
+def held_parameters(config: Config, stage: int, layers: int, *, logits: bool = True) -> tuple[int, int, int]:
+    """(frozen, trained but for experts, trained experts) on a rank of one pipeline stage with so many layers."""
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
-    sizes = {"stage": stage, "layers": layers, "tp": tp, "pp": pp, "ep": ep, "etp": etp}
-    if model.has_logits:
-        parameters = stage_parameters(config, **sizes)
-    else:  # an output layer of its own, which is not there
-        parameters = stage_parameters(replace(config, untie_embeddings_and_output_weights=True), **sizes)
-        if stage == pp - 1:
-            parameters -= padded_vocab_size(config, tp) // tp * required(config, "hidden_size")
-    experts = all_expert_parameters(config) * layers // required(config, "num_layers") // (ep * etp)
-    trained = parameters
+    # Without logits: an output layer of its own, which is not there.
+    model = config if logits else replace(config, untie_embeddings_and_output_weights=True)
+    held = stage_parameters(model, stage=stage, layers=layers, tp=tp, pp=pp, ep=ep, etp=etp)
+    if not logits and stage == pp - 1:
+        held -= padded_vocab_size(config, tp) // tp * required(config, "hidden_size")
     if config.lora is not None:
-        trained, experts = layers * adapter_parameters(config, config.lora, tp), 0
-        parameters += trained
-    bf16 = config.precision != "fp32"
-    gradient = FP32 if config.accumulate_allreduce_grads_in_fp32 or not bf16 else BF16
-    stated = trained
-    if config.use_distributed_optimizer:
-        stated = (trained - experts) // (config.data_parallel_size * config.context_parallel_size)
-        stated += experts // max(1, config.world_size // (ep * etp * pp))
-    main = (2 if config.use_precision_aware_optimizer else FP32) if bf16 else 0
-    optimizer = stated * (2 * FP32 + main)
-    on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
-    return parameters * element_bytes(config), trained * gradient, optimizer - on_host, on_host
+        return held, layers * adapter_parameters(config, config.lora, tp), 0
+    experts = all_expert_parameters(config) * layers // required(config, "num_layers") // (ep * etp)
+    return 0, held - experts, experts
+
+
+def stepped_parameters(config: Config, dense: int, experts: int) -> int:
+    """Those of so many trained parameters whose optimizer state is on this rank."""
+    if not config.use_distributed_optimizer:
+        return dense + experts
+    return dense // (config.data_parallel_size * config.context_parallel_size) + experts // expert_replicas(config)
+
+
+def expert_replicas(config: Config) -> int:
+    """Ranks that hold the same experts."""
+    shards = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    return max(1, config.world_size // (shards * config.pipeline_model_parallel_size))
 
 
 def logits_bytes(config: Config, rows: float) -> float:

@@ -87,7 +87,7 @@ def make_plan(config: Config, card: Card, workload: Workload) -> Plan:
     """The plan of a run that `check_layout` accepts."""
     trainer, engine, moments = memory_of_moments(config, card, workload)
     time = _step_time(config, card, workload, trainer)
-    trainer_gpus = config.world_size + sum(model.config.world_size for model in config.roles if model.apart)
+    trainer_gpus = config.world_size + sum(model.config.world_size for model in config.roles if model.separate)
     engine_gpus = config.num_engines * config.rollout_num_gpus_per_engine
     length = workload.attended
     of_sequence = model_flops(config, [length], training=True, logit_tokens=length * workload.learned, lora=config.lora)
@@ -126,27 +126,19 @@ def memory_of_moments(
     """(trainer, engine, bytes on the fullest GPU at each moment)."""
     trainer, apart = trainer_memories(config, workload)
     engine = engine_memory(config, card) if config.num_engines else None
-    moments = _moments(config, trainer, engine)
+    moments = {"training": trainer.total}
+    if engine is not None:
+        moments["generating"] = engine.total
+    if engine is not None and config.colocate:
+        state = trainer.weights + trainer.gradients + trainer.optimizer + trainer.others
+        moments["training"] += ENGINE_RUNTIME_BYTES if config.offloads_rollout else engine.total
+        moments["generating"] += trainer.runtime + (0 if config.offloads_train else state)
+        if config.offloads_train and config.offloads_rollout:
+            # After training only weights stay; engines take room for theirs, and for their cache when it has left.
+            buckets = 2 * config.update_weight_buffer_size
+            moments["updating"] = trainer.weights + trainer.runtime + engine.weights + engine.runtime + buckets
     moments |= {f"training the {name}": held for name, held in apart.items()}
     return trainer, engine, moments
-
-
-def _moments(config: Config, trainer: TrainerMemory, engine: EngineMemory | None) -> dict[str, int]:
-    if engine is None:
-        return {"training": trainer.total}
-    if not config.colocate:
-        return {"training": trainer.total, "generating": engine.total}
-    state = trainer.weights + trainer.gradients + trainer.optimizer + trainer.others
-    sleeping = ENGINE_RUNTIME_BYTES if config.offloads_rollout else engine.total
-    buckets = 2 * config.update_weight_buffer_size
-    moments = {
-        "training": trainer.total + sleeping,
-        "generating": engine.total + trainer.runtime + (0 if config.offloads_train else state),
-    }
-    if config.offloads_train and config.offloads_rollout:
-        # After training only weights stay; engines then take room for theirs, and for their cache when it has left.
-        moments["updating"] = trainer.weights + trainer.runtime + engine.weights + engine.runtime + buckets
-    return moments
 
 
 def find_problems(card: Card, workload: Workload, engine: EngineMemory | None, moments: dict[str, int]) -> list[str]:
@@ -170,7 +162,7 @@ def _step_time(config: Config, card: Card, workload: Workload, trainer: TrainerM
     train, others = train_seconds(config, card, workload), 0.0
     for model in config.roles[1:]:
         trained = train_seconds(model.config, card, workload, logits=model.has_logits)
-        if model.apart:  # it trains while the first one does
+        if model.separate:  # it trains while the first one does
             trained = max(0.0, trained - train)
         others += forward_seconds(model.config, card, workload, logits=model.has_logits) + trained
     return StepTime(

@@ -49,7 +49,8 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
     if plan.host:
         lines.append(f"page-locked memory of each training host: {plan.host / GIB:.0f} GiB")
     lines.append(f"a checkpoint on disk: {plan.disk / GIB:.1f} GiB")
-    lines += ["", f"{'fits' if plan.fits else 'DOES NOT FIT'}: {_share(plan)}"]
+    share = f"{plan.resident / GIB:.1f} of {plan.card.memory_bytes / GIB:.1f} GiB"
+    lines += ["", f"{'fits' if plan.fits else 'DOES NOT FIT'}: {share}"]
     lines += [f"  {problem}" for problem in plan.problems]
     lines += [
         "",
@@ -74,7 +75,3 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
 def _gib(**parts: int) -> list[str]:
     shown = {NAMES.get(name, name).replace("_", " "): value for name, value in parts.items() if value}
     return [f"  {name:<12}{value / GIB:8.1f} GiB" for name, value in shown.items()]
-
-
-def _share(plan: Plan) -> str:
-    return f"{plan.resident / GIB:.1f} of {plan.card.memory_bytes / GIB:.1f} GiB"

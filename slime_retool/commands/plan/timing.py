@@ -25,27 +25,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_bridge.arithmetic.cards import (
-    ATTENTION_SHARES,
-    BANDWIDTH_SHARE,
-    EXPERT_GEMM_SHARE,
-    GEMM_SHARE,
-    HOST_ADAM_BANDWIDTH,
-    LINK_SHARE,
-    LOCAL_SHARE,
-    PIPELINE_SEND_SECONDS,
-    STEP_SECONDS,
-    Card,
-)
-from megatron_bridge.arithmetic.parameters import (
-    adapter_parameters,
-    all_expert_parameters,
-    stage_parameters,
-    widths,
-)
+from megatron_bridge.arithmetic import cards
+from megatron_bridge.arithmetic.cards import BANDWIDTH_SHARE, GEMM_SHARE, Card
+from megatron_bridge.arithmetic.parameters import adapter_parameters, widths
 from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
 from slime_retool.commands.plan.activations import BF16, FP32, expert_imbalance, mean_over_layers, sequence_split
-from slime_retool.commands.plan.memory import kept_logits_share, layers_of_stages, micro_batches
+from slime_retool.commands.plan.memory import (
+    expert_replicas,
+    held_parameters,
+    kept_logits_share,
+    layers_of_stages,
+    micro_batches,
+    stepped_parameters,
+)
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
 
@@ -70,7 +62,7 @@ def train_seconds(config: Config, card: Card, workload: Workload, *, logits: boo
     stages = stage_passes(config, card, workload, count, logits=logits)
     each = [stage.forward + stage.backward for stage in stages]
     step = sum(each) + (count - 1) * max(each)
-    step += _reduce_seconds(config, card, stages[-1].backward) + _adam_seconds(config, card) + STEP_SECONDS
+    step += _reduce_seconds(config, card, stages[-1].backward) + _adam_seconds(config, card) + cards.STEP_SECONDS
     return config_steps(config, workload) * step
 
 
@@ -102,7 +94,7 @@ def stage_passes(config: Config, card: Card, workload: Workload, count: int, *, 
         stages[-1] += output_pass(config, card, tokens * workload.learned)
     if pp > 1:
         sent = tokens * BF16 * required(config, "hidden_size") / sequence_split(config)
-        send = PIPELINE_SEND_SECONDS + sent / (_link(config, card, config.world_size) * LINK_SHARE)
+        send = cards.PIPELINE_SEND_SECONDS + sent / _link(config, card, config.world_size)
         stages = [stage + Pass(send, send) for stage in stages]
     return stages
 
@@ -118,10 +110,10 @@ def layer_pass(config: Config, card: Card, attended: float) -> Pass:
         mean_over_layers(config, dense.backward, mixture.backward),
     )
     scores = 2 * w.queries / tp * attended / card.peak_flops
-    forward_share, backward_share = ATTENTION_SHARES[_attention_kernel(config, card)]
+    forward_share, backward_share = cards.ATTENTION_SHARES[_attention_kernel(config, card)]
     total = attention + mlp + _elementwise(config, card)
     if config.transformer_impl == "local":
-        total = total.times(1 / LOCAL_SHARE)
+        total = total.times(1 / cards.LOCAL_SHARE)
     total += Pass(scores / forward_share, 2 * scores / backward_share)
     total += _layer_traffic(config, card)
     if config.lora is not None:
@@ -148,17 +140,13 @@ def _matrices(card: Card, shapes: list[tuple[float, float]], *, frozen: bool, sh
 def _experts(config: Config, card: Card, *, frozen: bool) -> Pass:
     """The experts of one token of this rank, and the way to them and back."""
     h, e = required(config, "hidden_size"), required(config, "moe_ffn_hidden_size")
-    tp, ep, etp = (
-        config.tensor_model_parallel_size,
-        config.expert_model_parallel_size,
-        config.expert_tensor_parallel_size,
-    )
+    tp = config.tensor_model_parallel_size
+    ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
     routed = required(config, "moe_router_topk") * expert_imbalance(config)
-    products = _matrices(card, [(h, 2 * e), (e, h)], frozen=frozen, share=EXPERT_GEMM_SHARE).times(routed / tp)
+    products = _matrices(card, [(h, 2 * e), (e, h)], frozen=frozen, share=cards.EXPERT_GEMM_SHARE).times(routed / tp)
     # Permuting and un-permuting read and write each copy of the token.
     permuted = 4 * BF16 * routed * h / tp / (card.bandwidth * BANDWIDTH_SHARE)
-    link = _link(config, card, ep * etp) * LINK_SHARE
-    sent = 2 * BF16 * routed * h / tp * (ep * etp - 1) / (ep * etp) / link
+    sent = 2 * BF16 * routed * h / tp * (ranks - 1) / ranks / _link(config, card, ranks)
     return products + Pass(permuted + sent, permuted + sent)
 
 
@@ -189,9 +177,9 @@ def _elementwise(config: Config, card: Card) -> Pass:
 def _layer_traffic(config: Config, card: Card) -> Pass:
     """Tensor- and context-parallel collectives of one token in one layer."""
     w, tp, cp = widths(config), config.tensor_model_parallel_size, config.context_parallel_size
-    residual = BF16 * w.hidden * (tp - 1) / tp / (_link(config, card, tp) * LINK_SHARE)
+    residual = BF16 * w.hidden * (tp - 1) / tp / _link(config, card, tp)
     tensor = Pass(4 * residual, (6 if sequence_split(config) > 1 else 4) * residual)
-    keys = BF16 * 2 * w.keys / tp * (cp - 1) / (_link(config, card, tp * cp) * LINK_SHARE)
+    keys = BF16 * 2 * w.keys / tp * (cp - 1) / _link(config, card, tp * cp)
     return tensor + Pass(keys, 2 * keys)
 
 
@@ -209,11 +197,10 @@ def output_pass(config: Config, card: Card, rows: float) -> Pass:
 def _reduce_seconds(config: Config, card: Card, last_backward: float) -> float:
     """Gradients and weights over data-parallel ranks, as far as no computation hides them."""
     replicas = config.data_parallel_size * config.context_parallel_size
-    dense, experts = trained_parameters(config)
-    link = _link(config, card, config.world_size // config.pipeline_model_parallel_size) * LINK_SHARE
-    moved = dense * (replicas - 1) / replicas
+    _, dense, experts = held_parameters(config, 0, max(layers_of_stages(config)))
+    link = _link(config, card, config.world_size // config.pipeline_model_parallel_size)
     holders = expert_replicas(config)
-    moved += experts * (holders - 1) / holders
+    moved = dense * (replicas - 1) / replicas + experts * (holders - 1) / holders
     gradients = moved * (FP32 if config.accumulate_allreduce_grads_in_fp32 else BF16) / link
     weights = moved * BF16 / link
     if config.overlap_grad_reduce:
@@ -229,35 +216,14 @@ def _adam_seconds(config: Config, card: Card) -> float:
 
     On the host the 28 bytes are its memory's, and gradients go there and weights come back (6).
     """
-    dense, experts = trained_parameters(config)
-    shard = dense + experts
-    if config.use_distributed_optimizer:
-        shard = dense / (config.data_parallel_size * config.context_parallel_size) + experts / expert_replicas(config)
+    _, dense, experts = held_parameters(config, 0, max(layers_of_stages(config)))
+    shard = stepped_parameters(config, dense, experts)
     away = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
     on_device = 4 * (dense + experts) + 14 * shard + 28 * shard * (1 - away)
-    on_host = 28 * shard * away / HOST_ADAM_BANDWIDTH + 6 * shard * away / card.host_link
+    on_host = 28 * shard * away / cards.HOST_ADAM_BANDWIDTH + 6 * shard * away / card.host_link
     return on_device / (card.bandwidth * BANDWIDTH_SHARE) + on_host
 
 
-def trained_parameters(config: Config) -> tuple[float, float]:
-    """(not experts, experts) with gradients on the first rank of the widest pipeline stage."""
-    pp, layers = config.pipeline_model_parallel_size, max(layers_of_stages(config))
-    if config.lora is not None:
-        return layers * adapter_parameters(config, config.lora, config.tensor_model_parallel_size), 0.0
-    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
-    whole = stage_parameters(
-        config, stage=0, layers=layers, tp=config.tensor_model_parallel_size, pp=pp, ep=ep, etp=etp
-    )
-    experts = all_expert_parameters(config) * layers / required(config, "num_layers") / (ep * etp)
-    return whole - experts, experts
-
-
-def expert_replicas(config: Config) -> int:
-    """Ranks that hold the same experts."""
-    shards = config.expert_model_parallel_size * config.expert_tensor_parallel_size
-    return max(1, config.world_size // (shards * config.pipeline_model_parallel_size))
-
-
 def _link(config: Config, card: Card, extent: int) -> float:
-    """Bytes per second within a group whose ranks span `extent` consecutive GPUs."""
-    return card.nvlink if extent <= config.actor_num_gpus_per_node else card.network
+    """Bytes per second that collectives reach in a group whose ranks span `extent` consecutive GPUs."""
+    return cards.LINK_SHARE * (card.nvlink if extent <= config.actor_num_gpus_per_node else card.network)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_retool.config import Config
@@ -47,19 +46,6 @@ class Workload:
         elif config.num_engines:
             longest = mean_prompt + max(config.rollout_max_response_len, mean_response)
         return cls.from_means(config.samples_per_rollout, mean_prompt, mean_response, longest)
-
-    @classmethod
-    def from_lengths(cls, lengths: Sequence[int], learned_tokens: int) -> Workload:
-        """Known samples without prompts, of which so many tokens are learned."""
-        total = sum(lengths)
-        return cls(
-            samples=len(lengths),
-            mean_prompt=0.0,
-            mean_response=total / len(lengths),
-            longest=max(lengths),
-            attended=sum(n * n for n in lengths) / total,
-            learned=learned_tokens / total,
-        )
 
     @property
     def mean(self) -> float:

@@ -26,12 +26,12 @@ from . import exchange, output, verdict
 from .deadlines import Deadlines
 from .forks import Fatal, Forks
 from .link import ClientGone, Link
-from .loop import READABLE, WRITABLE, Loop
-from .records import Child, Job, Kind, Session
-from .sessions import Sessions
+from .loop import Loop
+from .records import Child, Job, Session
 
 _PARENT_CHECK = 2.0
 _MAX_SETUP_FAILURES = 3
+_MAX_LOST = 10_000
 _LOST = {"zygote": "the sandbox's zygote ended", "cancelled": "a call in it was cancelled"}
 
 now = time.monotonic
@@ -43,24 +43,26 @@ class Broker:
         self.freeze = "freeze" not in config["zygote"]["off"]
         self.guarded = config["zygote"]["isolation"] == "none"
         """Children may have started processes: a call has ended when these have."""
-        heavy = "|".join(map(re.escape, config["heavy"]))
-        self.heavy = re.compile(rf"\b(?:{heavy})\b") if heavy else None
+        self.heavy = re.compile(rf"\b(?:{'|'.join(map(re.escape, config['heavy']))})\b")
         self.counts: collections.Counter[str] = collections.Counter()
         self.loop = Loop()
+        self.loop.watch(client.fileno(), self._on_client)
         self.link = Link(client, self.loop)
         self.forks = Forks(self.loop, config, self, self.counts)
         self.kinds = self.forks.kinds
-        self.sessions = Sessions(self.limits)
+        self.richest = self.kinds.get("packages", self.kinds["plain"])
+        self.sessions: collections.OrderedDict[str, Session] = collections.OrderedDict()
+        """Least recently used first."""
+        self.lost: dict[str, str] = {}
+        """Why the variables of a session are gone, by its name: later cells are refused, not run afresh."""
         self.deadlines = Deadlines(self.limits, self.forks.work)
         self.jobs: dict[int, Job] = {}
         self.session_queue: collections.deque[Job] = collections.deque()
         self.running = 0
-        self.announced = False
         self.parent = os.getppid()
 
     def run(self) -> None:
         """Until the client is gone (ClientGone) or the sandbox cannot go on (Fatal)."""
-        self.loop.watch(self.link.fileno(), self._on_client)
         for kind in self.kinds.values():
             self.forks.start(kind)
         housekeeping = now()
@@ -76,25 +78,26 @@ class Broker:
         if os.getppid() != self.parent:
             raise ClientGone
         lifetime = self.limits["session_idle"]
-        for session in self.sessions.expired():
-            self._lose(session, f"it was idle for more than {lifetime:g} s")
-        self.forks.check_start_up()
+        for session in list(self.sessions.values()):
+            if session.current is None and session.last_used <= now() - lifetime:
+                self._lose(session, f"it was idle for more than {lifetime:g} s")
+        most = self.limits["startup_timeout"]
+        if any(not kind.ready and now() - kind.started > most for kind in self.kinds.values()):
+            raise Fatal(f"the zygote did not start within {most:g} s")
         self.deadlines.prune()
         return min(_PARENT_CHECK, max(0.05, lifetime / 4))
 
     # Zygotes and children.
 
     def on_zygote_ready(self) -> None:
-        if not self.announced and self.forks.ready:
-            self.announced = True
+        if all(kind.ready for kind in self.kinds.values()):
             self.link.send({"ready": True})
         self._pump()
 
-    def on_child_event(self, child: Child, events: int) -> None:
-        if events & WRITABLE:
+    def on_child_event(self, child: Child) -> None:
+        """Its control socket can be read or written."""
+        if child.to_send:
             self._send_request(child)
-        if not events & READABLE:
-            return
         try:
             data = child.control.recv(1 << 16)
         except BlockingIOError:
@@ -126,12 +129,9 @@ class Broker:
             return self._break_off(child)
         if answer is None:
             return
-        child.received.clear()
-        cpu = child.cpu_seconds()
         if child.session is not None and self.freeze:
             child.signal(signal.SIGSTOP)
-            child.stopped = True
-        result = verdict.completed(child, job, answer, cpu, self.limits)
+        result = verdict.completed(child, job, answer, self.limits)
         if child.session is None:
             child.kill("done")
             if self.guarded:
@@ -151,21 +151,22 @@ class Broker:
                 self._read_answer(child, child.job)
 
     def on_child_end(self, child: Child, status: int, cpu: float, rss: int) -> None:
+        """Its wait status, CPU seconds and largest resident memory in bytes. It is released afterwards."""
         if child.job is not None and child.killed is None:
             self._read_last_words(child)
         child.gone = True
         kind = child.kind
         if kind.setup_failures >= _MAX_SETUP_FAILURES:
-            why = output.take(child.err, self.limits["output"], None)[0] or "no message"
+            why = output.take(child.err, self.limits["max_output_bytes"], None)[0] or "no message"
             while kind.queue:
                 self._refuse(kind.queue.popleft(), why)
         if child.job is not None:
             result = child.result or verdict.ended(child, child.job, status, cpu, rss, self.limits)
             self._finish(child, child.job, result)
         session = child.session
-        if session is not None and session.child is child and session in self.sessions:
+        if session is not None and session.open and session.child is child:
             self._lose(session, _LOST.get(child.killed or "", "its process ended between two cells"))
-        if kind.socket is not None:
+        if kind.ready:
             self._pump()
 
     # Calls.
@@ -174,22 +175,22 @@ class Broker:
         name = message["session"]
         job = Job(message["id"], message, None, now())
         self.jobs[job.id] = job
-        if len(self.jobs) - self.running > self.limits["queue"]:
-            return self._refuse(job, f"the queue is full ({self.limits['queue']} calls wait); send fewer at once")
+        if len(self.jobs) - self.running > self.limits["max_queue"]:
+            return self._refuse(job, f"the queue is full ({self.limits['max_queue']} calls wait); send fewer at once")
         if name is None:
-            self._kind_for(message["code"]).queue.append(job)
-            return
-        why_lost = self.sessions.why_lost(name)
-        if why_lost is not None:
-            return self._refuse(job, f"session {name!r} is lost: {why_lost}")
+            kind = self.richest if self.heavy.search(message["code"]) else self.kinds["plain"]
+            return kind.queue.append(job)
+        if name in self.lost:
+            return self._refuse(job, f"session {name!r} is lost: {self.lost[name]}")
         session = self.sessions.get(name)
         if session is None:
-            if self.sessions.full:
-                victim = self.sessions.evictable()
+            most = self.limits["max_sessions"]
+            if len(self.sessions) >= most:
+                victim = next((each for each in self.sessions.values() if each.current is None), None)
                 if victim is None:
-                    return self._refuse(job, f"all {self.limits['sessions']} sessions are busy")
-                self._lose(victim, f"it was the least recently used of {self.limits['sessions']} sessions")
-            session = self.sessions.open(name)
+                    return self._refuse(job, f"all {most} sessions are busy")
+                self._lose(victim, f"it was the least recently used of {most} sessions")
+            session = self.sessions[name] = Session(name)
         job.session = session
         if session.current is not None:
             session.waiting.append(job)
@@ -198,27 +199,29 @@ class Broker:
 
     def _next_cell(self, session: Session, job: Job) -> None:
         session.current = job
-        (self._richest().queue if session.child is None else self.session_queue).append(job)
-
-    def _richest(self) -> Kind:
-        return self.kinds["packages"] if "packages" in self.kinds else self.kinds["plain"]
-
-    def _kind_for(self, code: str) -> Kind:
-        return self._richest() if self.heavy is not None and self.heavy.search(code) else self.kinds["plain"]
+        (self.richest.queue if session.child is None else self.session_queue).append(job)
 
     def _lose(self, session: Session, why: str) -> None:
-        self.sessions.mark_lost(session, why)
+        self.lost[session.id] = why
+        if len(self.lost) > _MAX_LOST:
+            del self.lost[next(iter(self.lost))]
         self.counts["sessions_lost"] += 1
         self._end_session(session, f"session {session.id!r} is lost: {why}")
 
     def _on_close(self, name: str) -> None:
-        self.sessions.forget_loss(name)
-        session = self.sessions.get(name)
-        if session is not None:
-            self._end_session(session, "the session was closed")
+        self.lost.pop(name, None)
+        if name in self.sessions:
+            self._end_session(self.sessions[name], "the session was closed")
 
     def _end_session(self, session: Session, why: str) -> None:
-        for job in self.sessions.end(session):
+        """End its process and refuse its calls that have not started."""
+        del self.sessions[session.id]
+        session.open = False
+        if session.child is not None:
+            session.child.kill("closed")
+        jobs = [session.current, *session.waiting]
+        session.waiting.clear()
+        for job in (job for job in jobs if job is not None and job.child is None):
             self._unqueue(job)
             self._refuse(job, why)
 
@@ -231,10 +234,8 @@ class Broker:
         job = self.jobs.get(identity)
         if job is None:
             return
-        job.cancelled = True
         if job.child is not None:
-            job.child.kill("cancelled")
-            return
+            return job.child.kill("cancelled")
         self._unqueue(job)
         if job.session is not None and job.session.current is not job:
             job.session.waiting.remove(job)
@@ -242,29 +243,26 @@ class Broker:
 
     def _advance(self, session: Session) -> None:
         session.current = None
-        if session in self.sessions:
-            self.sessions.used(session)
+        if session.open:
+            session.last_used = now()
+            self.sessions.move_to_end(session.id)
         if session.waiting:
             self._next_cell(session, session.waiting.popleft())
 
     def _pump(self) -> None:
         """Start what can start, oldest first; keep a few idle children ready."""
         while self.running < self.limits["concurrency"]:
-            queues = [kind.queue for kind in self.kinds.values() if kind.queue and kind.idle]
+            queues = [(kind.queue, kind.idle) for kind in self.kinds.values() if kind.queue and kind.idle]
             if self.session_queue:
-                queues.append(self.session_queue)
+                queues.append((self.session_queue, collections.deque()))
             if not queues:
                 break
-            queue = min(queues, key=lambda waiting: waiting[0].arrived)
+            queue, idle = min(queues, key=lambda each: each[0][0].arrived)
             job = queue.popleft()
-            if queue is self.session_queue:
-                assert job.session is not None and job.session.child is not None
-                self._assign(job, job.session.child)
-                continue
-            kind = next(kind for kind in self.kinds.values() if kind.queue is queue)
-            child = kind.idle.popleft()
-            if job.session is not None:
-                job.session.child, child.session = child, job.session
+            session = job.session
+            child = idle.popleft() if session is None or session.child is None else session.child
+            if session is not None:
+                session.child, child.session = child, session
             self._assign(job, child)
         self.forks.fill()
 
@@ -273,8 +271,7 @@ class Broker:
         job.child, child.job = child, job
         child.to_send = memoryview(exchange.request(job, child))
         job.cpu_before = child.cpu_seconds()
-        if child.stopped:
-            child.stopped = False
+        if job.session is not None:
             child.signal(signal.SIGCONT)
         job.started = now()
         self._send_request(child)
@@ -298,7 +295,7 @@ class Broker:
         self.running -= 1
         result["queue_s"] = job.started - job.arrived
         session = job.session
-        if session is not None and session in self.sessions:
+        if session is not None and session.open:
             if not child.gone:
                 self._advance(session)
             elif child.killed not in _LOST:
@@ -312,11 +309,9 @@ class Broker:
         self._answer(job, result)
 
     def _answer(self, job: Job, result: dict[str, Any]) -> None:
-        job.answered = True
         del self.jobs[job.id]
         self.counts[result["status"]] += 1
-        if not job.cancelled:
-            self.link.send(result | {"id": job.id})
+        self.link.send(result | {"id": job.id})
 
     def _refuse(self, job: Job, why: str) -> None:
         waited = now() - job.arrived
@@ -326,8 +321,8 @@ class Broker:
 
     # The client.
 
-    def _on_client(self, events: int) -> None:
-        for message in self.link.receive(events):
+    def _on_client(self) -> None:
+        for message in self.link.receive():
             self._on_message(message)
         self._pump()
 

@@ -48,7 +48,7 @@ class Deadlines:
         while self._heap and self._heap[0][0] <= current:
             job = heapq.heappop(self._heap)[2]
             child = job.child
-            if job.answered or child is None or child.killed:
+            if child is None or child.killed:
                 continue
             if current >= job.started + job.request["timeout"]:
                 child.kill("timeout")
@@ -62,11 +62,11 @@ class Deadlines:
     def prune(self) -> None:
         """Forget calls that have ended, of which there may be many for one that runs long."""
         if len(self._heap) > _MANY:
-            self._heap = [timer for timer in self._heap if not timer[2].answered]
+            self._heap = [timer for timer in self._heap if timer[2].child is not None]
             heapq.heapify(self._heap)
 
     def _disk_exceeded(self, folder: str) -> bool:
-        room, inodes = self._limits["scratch_mb"] << 20, self._limits["inodes"]
+        room, inodes = self._limits["max_disk_mb"] << 20, self._limits["max_inodes"]
         folders = [folder]
         while folders:
             try:

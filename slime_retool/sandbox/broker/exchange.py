@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 from typing import Any
@@ -34,7 +35,7 @@ def answer(data: bytearray, job: Job, limits: dict[str, Any]) -> dict[str, Any] 
     if len(data) < LENGTH.size:
         return None
     (size,) = LENGTH.unpack_from(data)
-    most = 8 * limits["output"] + _SLACK + (2 * executor.MAX_FETCHED if job.request["fetch"] else 0)
+    most = 8 * limits["max_output_bytes"] + _SLACK + (2 * executor.MAX_FETCHED if job.request["fetch"] else 0)
     if size > most or len(data) > size + LENGTH.size:
         raise ProtocolViolation(f"an answer of {size} bytes")
     if len(data) < size + LENGTH.size:
@@ -49,6 +50,8 @@ def _checked(message: dict[str, Any], nonce: str) -> dict[str, Any]:
     if not secrets.compare_digest(str(message["nonce"]), nonce):
         raise ValueError("an answer to another call")
     out, err = message["written"]
+    for content in message["files"].values():
+        base64.b64decode(content)  # as the client will, where it must not fail
     return {
         "error": _text(message["error"]),
         "limit": message["limit"] if message["limit"] in _CHILD_LIMITS else None,
@@ -56,7 +59,7 @@ def _checked(message: dict[str, Any], nonce: str) -> dict[str, Any]:
         "wall": max(0.0, float(message["wall"])),
         "max_rss": _count(message["max_rss"]),
         "written": [_count(out), _count(err)],
-        "files": {str(name): str(_text(content)) for name, content in message["files"].items()},
+        "files": message["files"],
     }
 
 

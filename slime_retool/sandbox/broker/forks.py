@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import json
 import os
@@ -10,12 +11,10 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..boot import command
 from ..child import zygote
-from . import output
 from .loop import Loop
 from .records import Child, Kind
 
@@ -38,57 +37,36 @@ class Owner(Protocol):
     """Who is told of what happens to zygotes and children."""
 
     def on_zygote_ready(self) -> None: ...
-
-    def on_child_event(self, child: Child, events: int) -> None:
-        """Its control socket can be read or written."""
-
-    def on_child_end(self, child: Child, status: int, cpu: float, rss: int) -> None:
-        """Its wait status, CPU seconds and largest resident memory in bytes. It is released afterwards."""
+    def on_child_event(self, child: Child) -> None: ...
+    def on_child_end(self, child: Child, status: int, cpu: float, rss: int) -> None: ...
 
 
 class Forks:
     def __init__(self, loop: Loop, config: dict[str, Any], owner: Owner, counts: collections.Counter[str]) -> None:
-        limits = config["limits"]
         self._loop, self._owner, self._counts = loop, owner, counts
-        self._startup_timeout: float = limits["startup_timeout"]
+        self._pool: int = config["pool"]
         self.work: str | None = config["zygote"]["work"]
-        self.kinds = {
-            name: Kind(name, config["zygote"] | {"preload": preload, "limits": limits}, config["pool"])
-            for name, preload in config["kinds"].items()
-        }
+        shared = config["zygote"] | {"limits": config["limits"]}
+        self.kinds = {name: Kind(shared | {"preload": preload}) for name, preload in config["kinds"].items()}
         self.children: dict[int, Child] = {}
         self._tags = itertools.count(1)
-
-    @property
-    def ready(self) -> bool:
-        return all(kind.ready for kind in self.kinds.values())
 
     # Zygotes.
 
     def start(self, kind: Kind) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        kind.process = subprocess.Popen(
-            command("zygote", theirs.fileno()),
-            pass_fds=[theirs.fileno()],
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-        )
+        fd = theirs.fileno()
+        kind.process = subprocess.Popen(command("child.zygote", fd), pass_fds=[fd], cwd="/", stdin=subprocess.DEVNULL)
         # Before our copy of its end is closed: if it has ended already, that is then read as its end.
         ours.send(json.dumps(kind.config).encode())
         theirs.close()
         ours.setblocking(False)
         kind.socket, kind.ready, kind.started, kind.starting = ours, False, now(), 0
-        self._loop.watch(ours.fileno(), lambda _: self._on_zygote(kind))
-
-    def check_start_up(self) -> None:
-        """Raises Fatal for a zygote that takes too long."""
-        for kind in self.kinds.values():
-            if not kind.ready and now() - kind.started > self._startup_timeout:
-                raise Fatal(f"the zygote did not start within {self._startup_timeout:g} s")
+        self._loop.watch(ours.fileno(), functools.partial(self._on_zygote, kind))
 
     def _on_zygote(self, kind: Kind) -> None:
         assert kind.socket is not None
-        while kind.socket is not None:
+        while True:
             try:
                 message, fds, _, _ = socket.recv_fds(kind.socket, 1 << 16, 1)
             except BlockingIOError:
@@ -98,7 +76,11 @@ class Forks:
             if not message:
                 return self._on_zygote_end(kind)
             if not kind.ready:
-                self._on_zygote_answer(kind, json.loads(message))
+                answer = json.loads(message)
+                if "fatal" in answer:
+                    raise Fatal(answer["fatal"], answer["layer"])
+                kind.ready, kind.address_space = True, answer["address_space"]
+                self._owner.on_zygote_ready()
             elif message[:1] == b"F":
                 self._on_forked(self.children.get(zygote.FORKED.unpack(message)[1]), fds[0])
             else:
@@ -107,22 +89,16 @@ class Forks:
                 if child is not None:
                     self._end(child, status, user + system, rss)
 
-    def _on_zygote_answer(self, kind: Kind, answer: dict[str, Any]) -> None:
-        if "fatal" in answer:
-            raise Fatal(answer["fatal"], answer["layer"])
-        kind.ready, kind.address_space = True, answer["address_space"]
-        self._owner.on_zygote_ready()
-
     def _on_zygote_end(self, kind: Kind) -> None:
         """All that it forked ended with it. Start another one, unless it keeps ending."""
         assert kind.socket is not None and kind.process is not None
         self._loop.unwatch(kind.socket.fileno())
         kind.socket.close()
-        kind.socket = None
         kind.process.kill()
         status = kind.process.wait()
         if not kind.ready:
             raise Fatal(f"the zygote ended with status {status} while starting")
+        kind.ready = False
         self._counts["zygote_restarts"] += 1
         kind.idle.clear()
         for child in [child for child in self.children.values() if child.kind is kind]:
@@ -143,16 +119,16 @@ class Forks:
         Where the last one could not be set up, only as many as calls wait for.
         """
         for kind in self.kinds.values():
-            wanted = min(kind.pool, len(kind.queue)) if kind.setup_failures else kind.pool
-            while kind.ready and kind.socket is not None and len(kind.idle) + kind.starting < wanted:
-                if not self._spawn(kind, kind.socket):
-                    break
+            wanted = min(self._pool, len(kind.queue)) if kind.setup_failures else self._pool
+            while kind.ready and len(kind.idle) + kind.starting < wanted and self._spawn(kind):
+                pass
 
-    def _spawn(self, kind: Kind, control: socket.socket) -> bool:
+    def _spawn(self, kind: Kind) -> bool:
+        assert kind.socket is not None
         ours, theirs = socket.socketpair()
-        child = Child(next(self._tags), kind, ours, output.create("out"), output.create("err"))
+        child = Child(next(self._tags), kind, ours, os.memfd_create("out"), os.memfd_create("err"))
         try:
-            socket.send_fds(control, [zygote.TAG.pack(child.tag)], [theirs.fileno(), child.out, child.err])
+            socket.send_fds(kind.socket, [zygote.TAG.pack(child.tag)], [theirs.fileno(), child.out, child.err])
         except (BlockingIOError, ConnectionError):
             # It is busy, or it has ended: with requests unread that is a reset and not a broken pipe, and is
             # noticed when its socket is read.
@@ -167,19 +143,15 @@ class Forks:
         return True
 
     def _on_forked(self, child: Child | None, pidfd: int) -> None:
-        if child is None or child.gone:
-            os.close(pidfd)
-            return
+        if child is None:
+            return os.close(pidfd)
         child.pidfd = pidfd
         with open(f"/proc/self/fdinfo/{pidfd}") as file:
             pid = next(int(line[4:]) for line in file if line.startswith("Pid:"))
         child.cpu_clock = (~pid << 3) | _CPUCLOCK_PROCESS
         if child.killed is not None:
             child.kill(child.killed)  # decided before it could be sent
-        self._loop.watch(child.control.fileno(), self._handler(child))
-
-    def _handler(self, child: Child) -> Callable[[int], None]:
-        return lambda events: self._owner.on_child_event(child, events)
+        self._loop.watch(child.control.fileno(), functools.partial(self._owner.on_child_event, child))
 
     def on_child_ready(self, child: Child) -> None:
         child.ready = True

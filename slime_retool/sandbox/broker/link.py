@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..wire import Frames, pack
-from .loop import READABLE, Loop
+from .loop import Loop
 
 _CHUNK = 1 << 20
 _LAST_WORDS_SECONDS = 5
@@ -27,13 +27,8 @@ class Link:
         self._to_send = bytearray()
         client.setblocking(False)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def receive(self, events: int) -> Iterator[dict[str, Any]]:
+    def receive(self) -> Iterator[dict[str, Any]]:
         """Messages that are complete. Raises ClientGone."""
-        if not events & READABLE:
-            return
         try:
             data = self._socket.recv(_CHUNK)
         except BlockingIOError:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 
-READABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
-WRITABLE = select.EPOLLOUT
-
-Handler = Callable[[int], None]
+Handler = Callable[[], object]
 
 
 class Loop:
@@ -18,7 +15,7 @@ class Loop:
         self._writing: set[int] = set()
 
     def watch(self, fd: int, handler: Handler) -> None:
-        """Call `handler(events)` whenever `fd` can be read, until `unwatch`."""
+        """Call `handler` whenever `fd` can be read, until `unwatch`."""
         self._handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
 
@@ -31,11 +28,11 @@ class Loop:
         """Whether to call the handler of `fd`, if it has one, also when it can be written."""
         if fd not in self._handlers or wanted == (fd in self._writing):
             return
-        self._epoll.modify(fd, select.EPOLLIN | (WRITABLE if wanted else 0))
+        self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
         (self._writing.add if wanted else self._writing.discard)(fd)
 
     def poll(self, seconds: float) -> None:
-        for fd, events in self._epoll.poll(max(0.0, seconds)):
+        for fd, _ in self._epoll.poll(max(0.0, seconds)):
             handler = self._handlers.get(fd)
             if handler is not None:
-                handler(events)
+                handler()

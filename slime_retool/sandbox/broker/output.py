@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 
 
-def create(name: str) -> int:
-    return os.memfd_create(name, os.MFD_CLOEXEC)
-
-
 def take(fd: int, limit: int, written: int | None) -> tuple[str, bool]:
     """(text, truncated) of what was written, then empties the file.
 
@@ -31,12 +27,9 @@ def take(fd: int, limit: int, written: int | None) -> tuple[str, bool]:
         os.lseek(fd, 0, os.SEEK_SET)
     except OSError:
         return "", False
+    first, last = (part.decode("utf-8", "replace") for part in (head, tail))
     if not tail:
-        return head.decode("utf-8", "replace"), written is not None and written > len(head)
+        return first, written is not None and written > len(head)
     omitted = max(size, written or 0) - len(head) - len(tail)
     count = f"{omitted} bytes of output" if written is not None or not wrapped else "output"
-    return f"{_text(head)}\n... [{count} omitted] ...\n{_text(tail)}", True
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+    return f"{first}\n... [{count} omitted] ...\n{last}", True

@@ -24,13 +24,13 @@ class Job:
     nonce: str = ""
     cpu_before: float = 0.0
     child: Child | None = None
-    answered: bool = False
-    cancelled: bool = False
+    """While it runs."""
 
 
 @dataclass(eq=False)
 class Session:
     id: str
+    open: bool = True
     child: Child | None = None
     current: Job | None = None
     waiting: collections.deque[Job] = field(default_factory=collections.deque)
@@ -47,13 +47,12 @@ class Child:
     pidfd: int = -1
     cpu_clock: int = 0
     ready: bool = False
-    stopped: bool = False
     gone: bool = False
     killed: str | None = None
     job: Job | None = None
     session: Session | None = None
     result: dict[str, Any] | None = None
-    """Of a call that has run, whose other processes are being ended."""
+    """A call that has run, and whose other processes are being ended."""
     received: bytearray = field(default_factory=bytearray)
     to_send: memoryview = field(default_factory=lambda: memoryview(b""))
 
@@ -78,9 +77,7 @@ class Child:
 class Kind:
     """A zygote, what it preloads, and its idle children."""
 
-    name: str
     config: dict[str, Any]
-    pool: int
     socket: socket.socket | None = None
     process: subprocess.Popen[bytes] | None = None
     ready: bool = False

@@ -13,25 +13,24 @@ import json
 import os
 import random
 import resource
-import struct
 import sys
 import threading
 import time
 from typing import Any, NoReturn
 
+from ..wire import LENGTH, pack
 from . import semantics
 
 CONTROL = 3
-"""Descriptor of the socket to the broker: 4-byte little-endian length, JSON."""
+"""Descriptor of the socket to the broker (see `wire`)."""
 READY = b"R"
 MAX_FETCHED = 16 << 20
 _REHEARSALS = 60
 
 _read, _write, _lseek, _exit, _getpid = os.read, os.write, os.lseek, os._exit, os.getpid
-_len, _min, _memoryview, _bytes = len, min, memoryview, bytes
+_len, _min, _memoryview, _bytearray = len, min, memoryview, bytearray
 _BaseException, _OSError = BaseException, OSError
-_pack, _unpack = struct.pack, struct.unpack
-_encode, _decode = json.JSONEncoder(ensure_ascii=True).encode, json.JSONDecoder().decode
+_decode = json.JSONDecoder().decode
 _TextIOWrapper, _BufferedWriter = io.TextIOWrapper, io.BufferedWriter
 _setrlimit, _RLIMIT_AS = resource.setrlimit, resource.RLIMIT_AS
 _clock, _usage, _SELF = time.perf_counter, resource.getrusage, resource.RUSAGE_SELF
@@ -55,9 +54,6 @@ class _RingWriter(io.RawIOBase):
     def fileno(self) -> int:
         return self._fd
 
-    def isatty(self) -> bool:
-        return False
-
     def write(self, data: Any) -> int:
         view = _memoryview(data).cast("B")
         size, done = _len(view), 0
@@ -75,24 +71,23 @@ class _RingWriter(io.RawIOBase):
         return size
 
 
-def _receive_exactly(count: int) -> bytes:
-    data = bytearray()
+def _receive_exactly(count: int) -> bytearray:
+    data = _bytearray()
     while _len(data) < count:
         chunk = _read(CONTROL, _min(count - _len(data), 1 << 20))
         if not chunk:
             _exit(0)
         data += chunk
-    return _bytes(data)
+    return data
 
 
 def _receive() -> dict[str, Any]:
-    (count,) = _unpack("<I", _receive_exactly(4))
+    (count,) = LENGTH.unpack(_receive_exactly(LENGTH.size))
     return _decode(_receive_exactly(count).decode())
 
 
 def _send(message: dict[str, Any]) -> None:
-    data = _encode(message).encode()
-    view = _memoryview(_pack("<I", _len(data)) + data)
+    view = _memoryview(pack(message))
     while view:
         view = view[_write(CONTROL, view) :]
 
@@ -107,12 +102,10 @@ def _reseed(seed: int | None) -> None:
 
 def _set_stdin(text: str) -> None:
     """Standard input for the program and for what it reads from descriptor 0."""
-    fd = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
-    with os.fdopen(os.dup(fd), "wb") as file:
+    with os.fdopen(os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600), "wb") as file:
         file.write(text.encode("utf-8", "surrogateescape"))
-    os.lseek(fd, 0, os.SEEK_SET)
-    os.dup2(fd, 0)
-    os.close(fd)
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
     semantics.allow_input()
 
 
@@ -163,7 +156,7 @@ class Executor:
             code = ("print(1 + 1)\n[n for n in range(3)]", "def f(x):\n    return x\nf(1 // 0)")[number % 4 == 3]
             request: dict[str, Any] = {"code": code, "files": {}, "fetch": [], "nonce": "", "session": True}
             request |= dict.fromkeys(("seed", "stdin", "address_space"))
-            _encode(self._respond(_decode(_encode(request)), number))
+            pack(self._respond(_decode(pack(request)[LENGTH.size :].decode()), number))
 
     def _set_streams(self, fds: tuple[int, int]) -> None:
         self._fds = fds
@@ -222,11 +215,8 @@ class Executor:
                 finish()
             except _BaseException:
                 pass
-        return {
+        return outcome._asdict() | {
             "nonce": request["nonce"],
-            "error": outcome.error,
-            "limit": outcome.limit,
-            "result": outcome.result,
             "wall": _clock() - started,
             "max_rss": _usage(_SELF).ru_maxrss * 1024,
             "written": [writer.total for writer in self._writers],

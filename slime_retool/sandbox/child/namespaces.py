@@ -60,10 +60,6 @@ def write_maps(uid: int, gid: int) -> None:
             file.write(text)
 
 
-def set_hostname(name: str) -> None:
-    check(libc.sethostname(name.encode(), len(name)), "sethostname")
-
-
 def make_private() -> None:
     """Mounts of this namespace no longer spread to others."""
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)

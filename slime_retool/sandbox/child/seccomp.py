@@ -11,11 +11,12 @@ import ctypes
 import errno
 import os
 import struct
+from collections.abc import Sequence
 
-from .syscalls import AUDIT_ARCH, MACHINE, NR, PR_SET_SECCOMP, libc
+from .syscalls import AUDIT_ARCH, MACHINE, NR, PR_SET_SECCOMP, prctl
 
 _FILTER_MODE = 2
-_LD, _JA, _JEQ, _JGT, _JGE, _JSET, _RET = 0x20, 0x05, 0x15, 0x25, 0x35, 0x45, 0x06
+_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _OFFSET_NR, _OFFSET_ARCH = 0, 4
 _X32_BIT = 0x40000000
@@ -69,27 +70,16 @@ def _low(argument: int) -> bytes:
     return _instruction(_LD, 16 + 8 * argument)
 
 
-def _high(argument: int) -> bytes:
-    return _instruction(_LD, 20 + 8 * argument)
+def _only_if_null(argument: int) -> Instructions:
+    high = _instruction(_LD, 20 + 8 * argument)
+    tests = [_low(argument), _instruction(_JEQ, 0, 0, 3), high, _instruction(_JEQ, 0, 0, 1)]
+    return tests + _ACCEPT + _refuse()
 
 
-def _only_if_equal(argument: int, value: int) -> Instructions:
-    return [_low(argument), _instruction(_JEQ, value, 0, 1), *_ACCEPT, *_refuse()]
-
-
-def _only_if_null(*arguments: int) -> Instructions:
-    loads = [load for argument in arguments for load in (_low(argument), _high(argument))]
-    body: Instructions = []
-    for index, load in enumerate(loads):
-        to_refusal = 2 * (len(loads) - index - 1) + 1
-        body += [load, _instruction(_JEQ, 0, 0, to_refusal)]
-    return body + _ACCEPT + _refuse()
-
-
-def _one_of(argument: int, values: tuple[int, ...], found: Instructions, other: Instructions) -> Instructions:
-    """`found` and `other` are one instruction each."""
+def _one_of(values: Sequence[int], found: Instructions, other: Instructions) -> Instructions:
+    """A test of what is loaded; `found` and `other` are one instruction each."""
     tests = [_instruction(_JEQ, value, len(values) - index) for index, value in enumerate(values)]
-    return [_low(argument), *tests, *other, *found]
+    return tests + other + found
 
 
 def _for(name: str, body: Instructions) -> Instructions:
@@ -111,41 +101,17 @@ def _architecture() -> Instructions:
     return program
 
 
-def _accept_numbers(wanted: set[int]) -> Instructions:
-    """Accept these call numbers, fall through for others: a balanced tree over runs of numbers."""
-    runs: list[list[int]] = []
-    for number in sorted(wanted):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-
-    def tree(part: list[list[int]]) -> Instructions:
-        if len(part) <= 2:
-            leaf: Instructions = []
-            for first, last in part:
-                if first == last:
-                    leaf += [_instruction(_JEQ, first, 0, 1), *_ACCEPT]
-                else:
-                    leaf += [_instruction(_JGE, first, 0, 2), _instruction(_JGT, last, 1, 0), *_ACCEPT]
-            return leaf
-        middle = len(part) // 2
-        low, high = tree(part[:middle]), tree(part[middle:])
-        low.append(_instruction(_JA, len(high)))
-        # Conditional jumps reach 255 instructions, JA any distance.
-        return [_instruction(_JGE, part[middle][0], 0, 1), _instruction(_JA, len(low)), *low, *high]
-
-    return tree(runs)
+def _numbers(names: list[str]) -> list[int]:
+    return sorted({NR[name] for name in names if name in NR})
 
 
 def stage1() -> bytes:
     """The zygote's filter. A call it does not know fails with EPERM."""
-    names = _PROGRAM + _CHECKED + _ZYGOTE_ONLY
-    program = _architecture() + _accept_numbers({NR[name] for name in names if name in NR})
+    program = _architecture()
     # The C library then falls back to the older call, which can be checked.
     for name in ("clone3", "openat2"):
         program += _for(name, _refuse(errno.ENOSYS))
-    return b"".join(program + _refuse())
+    return b"".join(program + _one_of(_numbers(_PROGRAM + _CHECKED + _ZYGOTE_ONLY), _ACCEPT, _refuse()))
 
 
 def stage2(pid: int, private_root: bool) -> bytes:
@@ -157,19 +123,17 @@ def stage2(pid: int, private_root: bool) -> bytes:
     program = [
         _instruction(_LD, _OFFSET_NR),
         *_for("clone", [_low(0), _instruction(_JSET, _CLONE_THREAD, 0, 1), *_ACCEPT, *_refuse()]),
-        *_for("kill", _only_if_equal(0, pid)),
-        *_for("tgkill", _only_if_equal(0, pid)),
-        *_for("socketpair", _only_if_equal(0, _AF_UNIX)),
+        *_for("kill", [_low(0), *_one_of([pid], _ACCEPT, _refuse())]),
+        *_for("tgkill", [_low(0), *_one_of([pid], _ACCEPT, _refuse())]),
+        *_for("socketpair", [_low(0), *_one_of([_AF_UNIX], _ACCEPT, _refuse())]),
         *_for("sendto", _only_if_null(4)),  # no address: only on a connected socket
-        *_for("prlimit64", _only_if_equal(0, 0)),  # its own, which it can only lower
-        *_for("prctl", _one_of(0, (_PR_SET_NAME, _PR_GET_NAME), _ACCEPT, _refuse())),
-        *_for("ioctl", _one_of(1, _HARMLESS_IOCTLS, _ACCEPT, _refuse(errno.ENOTTY))),
-        *_for("fcntl", _one_of(1, _BAD_FCNTLS, _refuse(), _ACCEPT)),
+        *_for("prlimit64", [_low(0), *_one_of([0], _ACCEPT, _refuse())]),  # its own, which it can only lower
+        *_for("prctl", [_low(0), *_one_of([_PR_SET_NAME, _PR_GET_NAME], _ACCEPT, _refuse())]),
+        *_for("ioctl", [_low(1), *_one_of(_HARMLESS_IOCTLS, _ACCEPT, _refuse(errno.ENOTTY))]),
+        *_for("fcntl", [_low(1), *_one_of(_BAD_FCNTLS, _refuse(), _ACCEPT)]),
         *_for("pipe2", [_low(1), _instruction(_JSET, _O_NOTIFICATION_PIPE, 1, 0), *_ACCEPT, *_refuse()]),
     ]
-    numbers = sorted({NR[name] for name in denied if name in NR})
-    program += [_instruction(_JEQ, number, len(numbers) - index) for index, number in enumerate(numbers)]
-    return b"".join(program + _ACCEPT + _refuse())
+    return b"".join(program + _one_of(_numbers(denied), _refuse(), _ACCEPT))
 
 
 def install(program: bytes) -> None:
@@ -177,6 +141,4 @@ def install(program: bytes) -> None:
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     pointer = ctypes.create_string_buffer(header, len(header))
-    if libc.prctl(PR_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(pointer), 0, 0) < 0:
-        code_ = ctypes.get_errno()
-        raise OSError(code_, f"prctl(PR_SET_SECCOMP): {os.strerror(code_)}")
+    prctl(PR_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(pointer))

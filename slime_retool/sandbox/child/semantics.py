@@ -14,8 +14,7 @@ import linecache
 import sys
 import traceback
 import types
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _MAX_ERROR = 4000
 _MAX_FRAMES = (4, 8)
@@ -23,12 +22,12 @@ _len, _isinstance, _repr, _type, _int = len, isinstance, repr, type, int
 _compile, _exec, _eval = compile, exec, eval
 _LIMIT_ERRORS = {errno.ENOSPC: "disk", errno.EFBIG: "file_size", errno.EMFILE: "open_files"}
 _BaseException, _MemoryError, _SystemExit, _OSError = BaseException, MemoryError, SystemExit, OSError
-_Expr, _Expression, _ImportFrom, _ONLY_AST = ast.Expr, ast.Expression, ast.ImportFrom, ast.PyCF_ONLY_AST
+_Expr, _Expression, _ONLY_AST = ast.Expr, ast.Expression, ast.PyCF_ONLY_AST
+_FUTURE_FLAGS = sum(vars(__future__)[name].compiler_flag for name in __future__.all_feature_names)
 _TracebackException, _StackSummary = traceback.TracebackException, traceback.StackSummary
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a snippet ended. `error` is None when it ran to its end or left with exit code 0."""
 
     error: str | None = None
@@ -72,22 +71,23 @@ def run(code: str, filename: str, namespace: dict[str, Any], limit: int, memory_
     except _MemoryError as error:
         text = f"{describe(error, filename)}\n(the memory limit is {memory_mb} MB)"
         return Outcome(error=text, limit="memory")
+    except _OSError as error:
+        return Outcome(error=describe(error, filename), limit=_LIMIT_ERRORS.get(error.errno or 0))
     except _BaseException as error:
-        return Outcome(error=describe(error, filename), limit=_limit_of(error))
-
-
-def _limit_of(error: BaseException) -> str | None:
-    return _LIMIT_ERRORS.get(error.errno or 0) if _isinstance(error, _OSError) else None  # type: ignore[attr-defined]
+        return Outcome(error=describe(error, filename))
 
 
 def _execute(code: str, filename: str, namespace: dict[str, Any], limit: int) -> str | None:
     tree = _compile(code, filename, "exec", _ONLY_AST, True)
     last = tree.body.pop() if tree.body and _isinstance(tree.body[-1], _Expr) else None
+    future = 0  # what was split off has the flags of the rest
     if tree.body or last is None:
-        _exec(_compile(tree, filename, "exec", 0, True), namespace)
+        body = _compile(tree, filename, "exec", 0, True)
+        future = body.co_flags & _FUTURE_FLAGS
+        _exec(body, namespace)
     if last is None:
         return None
-    value = _eval(_compile(_Expression(last.value), filename, "eval", _future_flags(tree), True), namespace)
+    value = _eval(_compile(_Expression(last.value), filename, "eval", future, True), namespace)
     if value is None:
         return None
     namespace["_"] = value
@@ -96,13 +96,6 @@ def _execute(code: str, filename: str, namespace: dict[str, Any], limit: int) ->
         return text
     half = limit // 2
     return f"{text[:half]} ... [{_len(text) - 2 * half} characters omitted] ... {text[_len(text) - half :]}"
-
-
-def _future_flags(tree: ast.Module) -> int:
-    """Compiler flags of `from __future__` lines, for the expression that was split off."""
-    imports: list[Any] = [node for node in tree.body if _isinstance(node, _ImportFrom)]
-    names = {alias.name for node in imports if node.module == "__future__" for alias in node.names}
-    return sum(__future__.__dict__[name].compiler_flag for name in names)
 
 
 def describe(error: BaseException, filename: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -21,11 +22,11 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from . import executor, landlock, memory, namespaces, seccomp, warmup
-from .environment import DEVICES, HostPaths, host_paths, without
+from .environment import DEVICES, host_paths, without
 from .syscalls import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_NO_NEW_PRIVS,
@@ -41,21 +42,7 @@ EXITED = struct.Struct("<cIiddQ")
 TAG = struct.Struct("<I")
 SETUP_FAILED = 99
 
-LAYERS = (
-    "environment",
-    "user",
-    "mount",
-    "pid",
-    "net",
-    "ipc",
-    "uts",
-    "cgroup",
-    "landlock",
-    "seccomp",
-    "capabilities",
-    "rlimits",
-    "freeze",
-)
+LAYERS = "user mount pid net ipc uts cgroup landlock seccomp capabilities rlimits freeze environment".split()
 """All layers by name; tests switch one off to see what it stops. `freeze` and `environment` are the broker's."""
 _KEPT_AT_NONE = {"environment", "rlimits", "freeze"}
 
@@ -64,16 +51,11 @@ _STACK = 8 << 20
 _RLIMIT_SIGPENDING = 11
 """Not in the resource module before Python 3.13. Counted per user: one call must not use up all."""
 _PENDING_SIGNALS = 1024
-_FIRST_FREE_FD = 20
 _KILL_SECONDS = 10.0
 
 
 class LayerError(Exception):
-    """A layer that this machine refuses."""
-
-    def __init__(self, layer: str, error: OSError) -> None:
-        super().__init__(f"{error}")
-        self.layer = layer
+    """A layer that this machine refuses: the reason and the layer's name."""
 
 
 @contextlib.contextmanager
@@ -81,7 +63,7 @@ def _layer(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LayerError(name, error) from error
+        raise LayerError(str(error), name) from error
 
 
 class Zygote:
@@ -94,19 +76,17 @@ class Zygote:
         self.off = {*config["off"], *(set(LAYERS) - _KEPT_AT_NONE if self.bare else ())}
         self.paths = host_paths()
         self.rules: landlock.Ruleset | None = None
-        self.own_pid_namespace = -1
         self.private_root = self.private and "mount" not in self.off
         self.private_pids = self.private and "pid" not in self.off
         self.tags: dict[int, tuple[int, int]] = {}  # by pidfd: process id, tag
         self.epoll = select.epoll()
-        self.size_file = self.maps_file = -1
-        self.address_space = 0
 
     # Shutting in.
 
     def set_up(self) -> None:
         os.environ.pop("LD_LIBRARY_PATH", None)  # it has served to start the interpreter
-        _volunteer_for_the_memory_killer()
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # the first to go when the machine runs out of memory
         if self.private:
             self._enter_namespaces()
         else:
@@ -116,11 +96,12 @@ class Zygote:
         os.umask(0o077)
         os.nice(_NICE)
         sys.path += [namespaces.PACKAGES] if self.private_root else self.config["path"]
-        warmup.preload([*warmup.STDLIB, *self.config["preload"]])
+        for name in (*warmup.STDLIB, *self.config["preload"]):
+            importlib.import_module(name)
         warmup.warm(self.config["preload"])
         if self.private_root:
             sys.path.insert(0, namespaces.WORK)  # modules that the code writes
-        self.executor = executor.Executor(self.limits["output"], self.limits["memory"] >> 20)
+        self.executor = executor.Executor(self.limits["max_output_bytes"], self.limits["memory_mb"])
         if not self.bare:
             prctl(PR_SET_NO_NEW_PRIVS, 1)
             drop_bounding_set()
@@ -133,16 +114,13 @@ class Zygote:
             self.child_filter = seccomp.stage2(1, private_root=True)
         if not self.private and "capabilities" not in self.off:
             drop_capabilities()
-        self._share_memory()
-        self.address_space = int(os.pread(self.size_file, 64, 0).split()[0]) * resource.getpagesize()
-
-    def _share_memory(self) -> None:
         gc.collect()
         memory.make_immortal()
         self.plugs = memory.use_up_gaps()
         gc.freeze()
         gc.disable()
         memory.collapse(self.maps_file)
+        self.address_space = int(os.pread(self.size_file, 64, 0).split()[0]) * resource.getpagesize()
 
     def _enter_namespaces(self) -> None:
         as_root = os.geteuid() == 0
@@ -160,7 +138,7 @@ class Zygote:
         else:
             if as_root and self.private_root:
                 with _layer("setuid"):
-                    self._become_nobody()
+                    namespaces.become_nobody(self.limits["uid"])
             with _layer("user and other namespaces"):
                 ids = os.getuid(), os.getgid()
                 namespaces.unshare(namespaces.NEWUSER | flags)
@@ -172,7 +150,7 @@ class Zygote:
             _continue_as_first_process(self.control)
             self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         if "uts" not in self.off:
-            namespaces.set_hostname("sandbox")
+            socket.sethostname("sandbox")
         self._open_own_files()
         if root is not None:
             with _layer("mount namespace"):
@@ -194,23 +172,20 @@ class Zygote:
 
     def _become_ordinary_user(self) -> None:
         """Without namespaces, root drops to an ordinary user if that one can read the interpreter and the packages."""
-        uid = self.config["uid"]
+        uid = self.limits["uid"]
         needed = [*self.paths.readable, *self.config["packages"].values(), *self.config["path"]]
         if _readable_as(uid, needed):
-            self._become_nobody()
-
-    def _become_nobody(self) -> None:
-        uid = self.config["uid"]
-        if not self.private_root:
             os.chown(self.config["work"], uid, uid)
-        namespaces.become_nobody(uid)
+            namespaces.become_nobody(uid)
 
     def _rules(self) -> landlock.Ruleset:
         rules = landlock.Ruleset()
         if not self.private_root and rules.abi < landlock.ABI_TRUNCATE:
             raise OSError(95, f"Landlock ABI {rules.abi} cannot deny truncating a file, which needs ABI 3 (Linux 6.2)")
-        for path in _readable_paths(self.paths, self.private_root):
-            rules.allow(path, landlock.READ_ONLY)
+        for path in (path for path in self.paths.readable if path not in DEVICES):
+            # With a private root, hidden folders are empty.
+            for part in [path] if self.private_root else without(path, self.paths.hidden):
+                rules.allow(part, landlock.READ_ONLY)
         for device in DEVICES:
             rules.allow(device, landlock.READ | landlock.IOCTL_DEV)
         rules.allow("/dev/null", landlock.READ | landlock.WRITE | landlock.TRUNCATE)
@@ -224,7 +199,7 @@ class Zygote:
             for path in (*self.config["path"], *self.config["packages"].values()):
                 rules.allow(path, landlock.READ_ONLY)
             rules.allow(self.config["work"], landlock.READ_WRITE)
-        return _keep_clear_of_children(rules)
+        return rules
 
     # Forking.
 
@@ -247,10 +222,7 @@ class Zygote:
                 if fd in self.tags:
                     self._reap(fd)
                     continue
-                try:
-                    message, fds, _, _ = socket.recv_fds(self.control, TAG.size, 3)
-                except ConnectionError:
-                    return
+                message, fds, _, _ = socket.recv_fds(self.control, TAG.size, 3)
                 if not message:
                     return
                 self._fork(TAG.unpack(message)[0], fds)
@@ -334,21 +306,22 @@ class Zygote:
             os._exit(SETUP_FAILED)
 
     def _arrange_descriptors(self, control: int, out: int, err: int) -> None:
-        """0 nothing, 1 and 2 output, 3 the broker; all others of the zygote are closed."""
+        """0 nothing, 1 and 2 output, 3 the broker; all others of the zygote but its rules are closed."""
         nothing = os.open("/dev/null", os.O_RDONLY)
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 4) for fd in (nothing, out, err, control)]
         for index, fd in enumerate(high):
             os.dup2(fd, index)
-        keep = self.rules.fd if self.rules is not None else 4
+        keep = self.rules.fd if self.rules is not None else 3
+        assert self.rules is None or keep > 3
         os.closerange(4, keep)
-        os.closerange(keep + (self.rules is not None), 1 << 16)
+        os.closerange(keep + 1, 1 << 16)
 
     def _enter_work_folder(self, tag: int) -> str:
         if not self.private_pids:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.private_root:
             namespaces.unshare(namespaces.NEWNS)
-            namespaces.mount_scratch(self.limits["scratch_mb"], self.limits["inodes"])
+            namespaces.mount_scratch(self.limits["max_disk_mb"], self.limits["max_inodes"])
             folder = namespaces.WORK
         else:
             folder = os.path.join(self.config["work"], str(tag))
@@ -359,28 +332,22 @@ class Zygote:
         return folder
 
     def _set_limits(self) -> None:
+        limits = {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+            _RLIMIT_SIGPENDING: _PENDING_SIGNALS,
+            resource.RLIMIT_NOFILE: self.limits["max_open_files"],
+            resource.RLIMIT_FSIZE: self.limits["max_file_mb"] << 20,
+            resource.RLIMIT_STACK: _STACK,
+            resource.RLIMIT_AS: self.address_space + (self.limits["memory_mb"] << 20),
+        }
         if self.bare:
             _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-            most = self.limits["processes"]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-        for name, value in (
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_MEMLOCK, 0),
-            (resource.RLIMIT_MSGQUEUE, 0),
-            (_RLIMIT_SIGPENDING, _PENDING_SIGNALS),
-            (resource.RLIMIT_NOFILE, self.limits["open_files"]),
-            (resource.RLIMIT_FSIZE, self.limits["file_mb"] << 20),
-            (resource.RLIMIT_STACK, _STACK),
-            (resource.RLIMIT_AS, self.address_space + self.limits["memory"]),
-        ):
+            most = self.limits["max_processes"]
+            limits[resource.RLIMIT_NPROC] = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        for name, value in limits.items():
             resource.setrlimit(name, (value, value))
-
-
-def _volunteer_for_the_memory_killer() -> None:
-    """Be the first to go when the machine runs out of memory."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
 
 
 def _continue_as_first_process(control: socket.socket) -> None:
@@ -421,21 +388,6 @@ def _readable_as(uid: int, paths: list[str]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def _readable_paths(paths: HostPaths, private_root: bool) -> list[str]:
-    files = [path for path in paths.readable if path not in DEVICES]
-    if private_root:
-        return files  # hidden folders are empty there
-    return [kept for path in files for kept in without(path, paths.hidden)]
-
-
-def _keep_clear_of_children(rules: landlock.Ruleset) -> landlock.Ruleset:
-    """Move the descriptor above those that a child arranges."""
-    moved = fcntl.fcntl(rules.fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
-    os.close(rules.fd)
-    rules.fd = moved
-    return rules
-
-
 def _confine_writes_to(folder: str) -> None:
     """A second set of rules, which can only take away: of all the children's folders, just this one."""
     rules = landlock.Ruleset()
@@ -446,27 +398,20 @@ def _confine_writes_to(folder: str) -> None:
     os.close(rules.fd)
 
 
-def _answer(control: socket.socket, set_up: Callable[[], None]) -> None:
-    try:
-        set_up()
-    except LayerError as error:
-        reply = {"fatal": str(error), "layer": error.layer}
-    except Exception as error:
-        reply = {"fatal": f"{type(error).__name__}: {error}", "layer": "environment"}
-    else:
-        return
-    with contextlib.suppress(OSError):
-        control.send(json.dumps(reply).encode())
-    os._exit(3)
-
-
 def main(fd: int) -> None:
     control = socket.socket(fileno=fd)
-    config = json.loads(control.recv(1 << 20))
-    zygote = Zygote(control, config)
-    _answer(control, zygote.set_up)
-    answer = json.dumps({"address_space": zygote.address_space}).encode()
-    with contextlib.suppress(ConnectionError):
-        control.send(answer)
+    zygote = Zygote(control, json.loads(control.recv(1 << 20)))
+    answer: dict[str, Any]
+    try:
+        zygote.set_up()
+        answer = {"address_space": zygote.address_space}
+    except LayerError as error:
+        answer = dict(zip(("fatal", "layer"), error.args, strict=True))
+    except Exception as error:
+        answer = {"fatal": f"{type(error).__name__}: {error}", "layer": "environment"}
+    with contextlib.suppress(OSError):
+        control.send(json.dumps(answer).encode())
+    if "fatal" in answer:
+        os._exit(3)
     zygote.serve()
     os._exit(0)

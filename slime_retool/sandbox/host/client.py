@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 from slime_retool.sandbox.boot import command
 from slime_retool.sandbox.child.environment import package_folders
+from slime_retool.sandbox.child.namespaces import WORK
 from slime_retool.sandbox.child.syscalls import AUDIT_ARCH, MACHINE
 from slime_retool.sandbox.host.policy import SandboxPolicy, SandboxUnavailable
 from slime_retool.sandbox.wire import Frames, pack
@@ -51,29 +53,19 @@ _ADVICE["mount namespace"] = _ADVICE["user and other namespaces"]
 
 def _environment(private_root: bool) -> dict[str, str]:
     """All the variables that the code can see; none is the caller's, but for two that let libraries load at all."""
-    threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "OPENBLAS_CORETYPE") if name in os.environ}
-    work = {"HOME": "/sandbox/work", "TMPDIR": "/sandbox/work"} if private_root else {}
-    return (
-        kept
-        | threads
-        | work
-        | {
-            "PATH": "/usr/bin:/bin",
-            "LANG": "C.UTF-8",
-            "USER": "sandbox",
-            "MPLBACKEND": "Agg",
-            "MALLOC_ARENA_MAX": "2",
-            "PYTHONHASHSEED": "0",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-    )
-
-
-def _preloads(entries: dict[str, str], names: tuple[str, ...]) -> list[str]:
-    """Modules to import in the zygote: those named by the policy that have a module of the same name."""
-    modules = [name.replace("-", "_") for name in names]
-    return [name for name in modules if name in entries or f"{name}.py" in entries]
+    kept = ("LD_LIBRARY_PATH", "OPENBLAS_CORETYPE")
+    return {
+        **{name: os.environ[name] for name in kept if name in os.environ},
+        **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")},
+        **({"HOME": WORK, "TMPDIR": WORK} if private_root else {}),
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "USER": "sandbox",
+        "MPLBACKEND": "Agg",
+        "MALLOC_ARENA_MAX": "2",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 class JailClient(asyncio.Protocol):
@@ -95,8 +87,8 @@ class JailClient(asyncio.Protocol):
         self.failure: str | None = None
         self.alive = False
 
-    async def start(self) -> None:
-        """Return when calls can be made. Raises SandboxUnavailable."""
+    async def start(self) -> JailClient:
+        """Itself, when calls can be made. Raises SandboxUnavailable."""
         known = MACHINE in AUDIT_ARCH or self._policy.isolation == "none"
         if not sys.platform.startswith("linux") or not known:
             raise SandboxUnavailable(
@@ -106,10 +98,7 @@ class JailClient(asyncio.Protocol):
             )
         config = self._config()
         ours, theirs = socket.socketpair()
-        start = command("broker", theirs.fileno())
-        environment = _environment(self._private_root)
-        if "environment" in self._off:
-            environment = dict(os.environ) | environment
+        start = command("broker.broker", theirs.fileno())
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -119,7 +108,7 @@ class JailClient(asyncio.Protocol):
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
-                    env=environment,
+                    env=(dict(os.environ) if "environment" in self._off else {}) | _environment(self._private_root),
                 )
         except OSError as error:
             ours.close()
@@ -138,6 +127,7 @@ class JailClient(asyncio.Protocol):
                 raise SandboxUnavailable("the sandbox's broker did not answer") from error
             raise
         self.alive = True
+        return self
 
     def _config(self) -> dict[str, Any]:
         policy = self._policy
@@ -151,41 +141,20 @@ class JailClient(asyncio.Protocol):
                     "of SandboxPolicy.packages"
                 ) from error
             packages = {}
-        path, work = [], None
-        if not self._private_root:
-            links, work = self._make_folder(packages)
+        links, work = (None, None) if self._private_root else self._make_folder(packages)
+        path = [] if links is None else [links]
+        if bare:
             # Start-up skips `site` (and the .pth files it runs), so where packages are installed is named.
-            installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-            path = sorted(installed) if bare else [links]
-        preload = _preloads(packages, policy.packages)
-        heavy = [name.removesuffix(".py") for name in packages if name.removesuffix(".py").isidentifier()]
-        zygote = {
-            "isolation": policy.isolation,
-            "packages": packages,
-            "path": path,
-            "work": work,
-            "uid": policy.uid,
-            "off": sorted(self._off),
-        }
+            path = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+        modules = [name.removesuffix(".py") for name in packages if name.removesuffix(".py").isidentifier()]
+        preload = [name for name in (name.replace("-", "_") for name in policy.packages) if name in modules]
+        zygote = {"isolation": policy.isolation, "packages": packages, "path": path, "work": work}
         return {
-            "zygote": zygote,
+            "zygote": zygote | {"off": sorted(self._off)},
             "kinds": {"plain": []} | ({"packages": preload} if preload else {}),
-            "heavy": heavy,
+            "heavy": modules,
             "pool": min(policy.concurrency, policy.prefork),
-            "limits": {
-                "memory": policy.memory_mb << 20,
-                "output": policy.max_output_bytes,
-                "file_mb": policy.max_file_mb,
-                "open_files": policy.max_open_files,
-                "processes": policy.max_processes,
-                "scratch_mb": policy.max_disk_mb,
-                "inodes": policy.max_inodes,
-                "concurrency": policy.concurrency,
-                "queue": policy.max_queue,
-                "sessions": policy.max_sessions,
-                "session_idle": policy.session_idle,
-                "startup_timeout": policy.startup_timeout,
-            },
+            "limits": dataclasses.asdict(policy),
         }
 
     def _make_folder(self, packages: dict[str, str]) -> tuple[str, str]:
@@ -193,8 +162,7 @@ class JailClient(asyncio.Protocol):
         try:
             self._folder = tempfile.mkdtemp(prefix="slime-retool-sandbox-")
         except OSError as error:
-            where = tempfile.gettempdir()
-            what = f"the sandbox needs a folder under {where}: {error}; set TMPDIR"
+            what = f"the sandbox needs a folder under {tempfile.gettempdir()}: {error}; set TMPDIR"
             raise SandboxUnavailable(what) from error
         os.chmod(self._folder, 0o711)
         links, work = os.path.join(self._folder, "packages"), os.path.join(self._folder, "work")
@@ -235,12 +203,11 @@ class JailClient(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         if self._process is not None:
-            process = self._process
             try:
-                await asyncio.to_thread(process.wait, _EXIT_SECONDS)
+                await asyncio.to_thread(self._process.wait, _EXIT_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
-                await asyncio.to_thread(process.wait)
+                self._process.kill()
+                await asyncio.to_thread(self._process.wait)
         if self._ending is not None:
             await self._ending
         if self._folder is not None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -34,9 +33,7 @@ class FusionSandbox:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"the sandbox's URL must start with http:// or https://, got {url!r}")
         self.policy = policy or SandboxPolicy()
-        self._url = url.rstrip("/")
-        if not self._url.endswith("/run_code"):
-            self._url += "/run_code"
+        self._url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
         self._slots = asyncio.Semaphore(self.policy.concurrency)
         self._http: aiohttp.ClientSession | None = None
 
@@ -45,9 +42,7 @@ class FusionSandbox:
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._http is not None:
             await self._http.close()
             self._http = None
@@ -103,7 +98,7 @@ if {has_stdin}:
 outcome = semantics["run"]({code!r}, "<string>", namespace, {limit}, {memory_mb})
 sys.__stdout__.flush()
 sys.__stderr__.flush()
-report = {nonce!r} + json.dumps([outcome.error, outcome.limit, outcome.result], ensure_ascii=False) + "\\n"
+report = {nonce!r} + json.dumps(outcome, ensure_ascii=False) + "\\n"
 written = sys.__stderr__.buffer.write(report.encode("utf-8", "backslashreplace"))
 """
 _REPORT_SHARE = 16
@@ -153,7 +148,6 @@ def from_response(body: Mapping[str, Any], nonce: str, waited: float, limit: flo
             return result  # it left by os._exit(0)
         return replace(result, status=Status.ERROR, error=f"the program ended with exit code {code}")
     (error, reached, value), end = json.JSONDecoder().raw_decode(report)
-    late = report[end:].removeprefix("\n")  # what threads and exit functions wrote
-    result = replace(result, stderr=stderr + late)
+    stderr += report[end:].removeprefix("\n")  # what threads and exit functions wrote
     status = Status.OK if error is None else Status.MEMORY if reached == "memory" else Status.ERROR
-    return replace(result, status=status, error=error, limit=reached, result=value)
+    return replace(result, status=status, stderr=stderr, error=error, limit=reached, result=value)

@@ -111,7 +111,7 @@ class Result:
     """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files` or `output` (which
     alone does not stop a call)."""
     exit_code: int | None = None
-    """Of a process that ended without raising, by `os._exit`; None otherwise."""
+    """Set where the process ended without raising, by `os._exit`; None otherwise."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents of the `fetch_files` that exist, after a call that ended by itself."""
 

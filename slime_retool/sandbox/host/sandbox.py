@@ -6,7 +6,7 @@ import asyncio
 import base64
 import logging
 from collections.abc import Mapping
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 from slime_retool.sandbox.host.client import JailClient
@@ -40,12 +40,10 @@ class Sandbox:
         """Raises SandboxUnavailable when the isolation level cannot be had on this machine."""
         if self.policy.isolation == "none":
             logger.warning(_NO_ISOLATION)
-        self._client = await self._start()
+        self._client = await JailClient(self.policy, self._without).start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -98,13 +96,7 @@ class Sandbox:
 
     async def stats(self) -> dict[str, Any]:
         """Numbers of running and waiting calls, sessions and processes, and how calls ended so far."""
-        answer = await (await self._running_client()).call({"op": "stats"})
-        return answer["stats"]
-
-    async def _start(self) -> JailClient:
-        client = JailClient(self.policy, self._without)
-        await client.start()
-        return client
+        return (await (await self._running_client()).call({"op": "stats"}))["stats"]
 
     async def _running_client(self) -> JailClient:
         if self._client is not None and self._client.alive:
@@ -115,7 +107,7 @@ class Sandbox:
             if not self._client.alive:
                 self._lost_sessions |= self._open_sessions
                 await self._client.close()
-                self._client = await self._start()
+                self._client = await JailClient(self.policy, self._without).start()
             return self._client
 
     def _close_session(self, name: str) -> None:
@@ -134,51 +126,21 @@ class Session:
 
     def __init__(self, box: Sandbox, name: str) -> None:
         self._box, self.name = box, name
+        self.run = partial(box.run, _session=name)
+        """As `Sandbox.run`, in this session; limits are those of the cell."""
 
     async def __aenter__(self) -> Session:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
-
-    async def run(
-        self,
-        cell: str,
-        *,
-        timeout: float | None = None,
-        seed: int | None = None,
-        stdin: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        fetch_files: tuple[str, ...] = (),
-    ) -> Result:
-        """As `Sandbox.run`, in this session; limits are those of the cell."""
-        return await self._box.run(
-            cell, timeout=timeout, seed=seed, stdin=stdin, files=files, fetch_files=fetch_files, _session=self.name
-        )
 
     def close(self) -> None:
         """End its process; a later cell of the same name starts afresh."""
         self._box._close_session(self.name)
 
 
-def run_sync(
-    code: str, policy: SandboxPolicy | None = None, *, timeout: float | None = None, seed: int | None = None
-) -> Result:
-    """Run one snippet from synchronous code; for many snippets use `Sandbox`."""
-
-    async def once() -> Result:
-        async with Sandbox(policy) as box:
-            return await box.run(code, timeout=timeout, seed=seed)
-
-    return asyncio.run(once())
-
-
 def _result(answer: dict[str, Any]) -> Result:
     del answer["id"]
-    answer["status"] = Status(answer["status"])
-    files = answer.get("files")
-    if files:
-        answer["files"] = {name: base64.b64decode(content) for name, content in files.items()}
-    return Result(**answer)
+    files = {name: base64.b64decode(content) for name, content in answer.get("files", {}).items()}
+    return Result(**answer | {"status": Status(answer["status"]), "files": files})

@@ -55,12 +55,10 @@ async def _run_code(request: web.Request) -> web.Response:
     box = request.app[_BOX]
     try:
         arguments = _arguments(await request.json(), box.policy)
-    except BadRequest as error:
-        return web.json_response({"detail": str(error)}, status=422)
-    except ValueError:
-        return web.json_response({"detail": "the body must be JSON"}, status=422)
-    result = await box.run(**arguments)
-    return web.json_response(to_response(result))
+    except ValueError as error:
+        detail = str(error) if isinstance(error, BadRequest) else "the body must be JSON"
+        return web.json_response({"detail": detail}, status=422)
+    return web.json_response(to_response(await box.run(**arguments)))
 
 
 def _arguments(body: Any, policy: SandboxPolicy) -> dict[str, Any]:
@@ -77,7 +75,7 @@ def _arguments(body: Any, policy: SandboxPolicy) -> dict[str, Any]:
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise BadRequest(f"run_timeout must be a number of seconds above 0, got {timeout!r}")
     memory = body.get("memory_limit_MB")
-    if memory is not None and not isinstance(memory, int):
+    if not isinstance(memory, (int, type(None))):
         raise BadRequest(f"memory_limit_MB must be an integer, got {memory!r}")
     if memory is not None and memory > policy.memory_mb:
         raise BadRequest(f"memory_limit_MB may be at most this server's {policy.memory_mb}, got {memory}")
@@ -116,12 +114,10 @@ def to_response(result: Result) -> dict[str, Any]:
     run_result = {
         "status": _RUN_STATUS.get(result.status, "Finished"),
         "execution_time": result.wall_s,
-        "return_code": result.exit_code or int(result.status is not Status.OK),
+        "return_code": None if result.status is Status.TIMEOUT else result.exit_code or int(status != "Success"),
         "stdout": stdout,
         "stderr": stderr,
     }
-    if result.status is Status.TIMEOUT:
-        run_result["return_code"] = None
     return {
         "status": status,
         "message": result.error or "" if status == "SandboxError" else "",

@@ -72,7 +72,7 @@ class BroadcastTransport(FromRankZero):
         backend = "nccl" if peers.trainer.config.on_cuda else "gloo"
         meeting = Rendezvous(peers.host)
         meeting.serve()
-        offsets = rank_offsets(peers)
+        offsets = {engine.url: 1 + i * peers.workers for i, engine in enumerate(peers.engines)}
         # An engine that was in a group before, of this run or one that was killed, may still hold that.
         self._name = name = f"slime_retool_{secrets.token_hex(4)}"
 
@@ -118,11 +118,6 @@ class BroadcastTransport(FromRankZero):
             self._aborted.append(self._group)
         dist.destroy_process_group(self._group)
         self._group = None
-
-
-def rank_offsets(peers: Peers) -> dict[str, int]:
-    """Rank of each engine's first worker in the group, by the engine's URL; its other workers follow."""
-    return {engine.url: 1 + i * peers.workers for i, engine in enumerate(peers.engines)}
 
 
 def _process_group(

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_bridge.arithmetic.parameters import total_parameters
 from slime_retool.engine.admin import every_engine
 from slime_retool.trainer.weight_sync.buckets import buckets
-from slime_retool.trainer.weight_sync.transport import FromRankZero
+from slime_retool.trainer.weight_sync.transport import FromRankZero, Peers
 
 
 class DiskTransport(FromRankZero):
@@ -30,23 +30,8 @@ class DiskTransport(FromRankZero):
             prefix="slime-retool-weights-", dir=self._root(), ignore_cleanup_errors=True
         ) as folder:
             os.chmod(folder, 0o755)  # engines may run as another user
-            self._write(tensors, Path(folder))
+            write_checkpoint(self._peers, tensors, Path(folder))
             every_engine(self._peers.engines, lambda engine: engine.update_weights_from_disk(folder))
-
-    def _write(self, tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-        from safetensors.torch import save_file
-
-        config = self._peers.trainer.config
-        weight_map: dict[str, str] = {}
-        # Files are written from host memory, so that is where the buckets are.
-        buffer = torch.empty(self._peers.bucket_bytes, dtype=torch.uint8)
-        for number, bucket in enumerate(buckets(tensors, [buffer])):
-            file = f"model-{number:05d}.safetensors"
-            save_file(dict(bucket.tensors()), folder / file, metadata={"format": "pt"})
-            weight_map |= {name: file for name in bucket.names}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        if config.hf_checkpoint is not None:
-            shutil.copy(Path(config.hf_checkpoint) / "config.json", folder)
 
     def _root(self) -> str:
         config = self._peers.trainer.config
@@ -59,3 +44,19 @@ class DiskTransport(FromRankZero):
             root = str(memory) if fits else config.output_dir
         Path(root).mkdir(parents=True, exist_ok=True)
         return root
+
+
+def write_checkpoint(peers: Peers, tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """Write (Hugging Face name, full tensor) and config.json into `folder`, as engines read them."""
+    from safetensors.torch import save_file
+
+    weight_map: dict[str, str] = {}
+    # Files are written from host memory, so that is where the buckets are.
+    buffer = torch.empty(peers.bucket_bytes, dtype=torch.uint8)
+    for number, bucket in enumerate(buckets(tensors, [buffer])):
+        file = f"model-{number:05d}.safetensors"
+        save_file(dict(bucket.tensors()), folder / file, metadata={"format": "pt"})
+        weight_map |= {name: file for name in bucket.names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    if (hf_checkpoint := peers.trainer.config.hf_checkpoint) is not None:
+        shutil.copy(Path(hf_checkpoint) / "config.json", folder)

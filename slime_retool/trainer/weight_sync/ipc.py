@@ -31,7 +31,7 @@ from torch.multiprocessing import reductions
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
-from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, Transport, first_problem
+from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, Transport, together
 
 NUM_BUFFERS = 2
 CUDA_DEVICE_ARG = 6
@@ -57,15 +57,12 @@ class _Opened:
         return self._handle.rebuild, args
 
 
-class SharedBuffer:
-    """Bytes that another process of this host can open."""
+def export(data: Tensor) -> Handle:
+    """A new handle of the bytes, which exactly one process of this host opens exactly once.
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def export(self) -> Handle:
-        """A new handle, which exactly one process opens exactly once. RuntimeError for memory that cannot be shared."""
-        return _cuda_handle(self.data) if self.data.device.type == "cuda" else _host_handle(self.data)
+    RuntimeError for memory that cannot be shared.
+    """
+    return _cuda_handle(data) if data.device.type == "cuda" else _host_handle(data)
 
 
 def _cuda_handle(data: Tensor) -> Handle:
@@ -125,25 +122,25 @@ class IpcTransport(Transport):
                 torch.cuda.ipc_collect()
                 torch.cuda.empty_cache()  # the engine needs the room
 
-    def _buffers(self) -> list[SharedBuffer]:
+    def _buffers(self) -> list[Tensor]:
         """This rank's buffers, once every rank has its own."""
-        peers, rank = self._peers, self._peers.trainer.rank
-        problem: str | None = None
-        shared: list[SharedBuffer] = []
-        try:
-            shared = [SharedBuffer(peers.bucket_bytes, peers.trainer.device) for _ in range(NUM_BUFFERS)]
-        except RuntimeError as error:
-            problem = f"rank {rank} has no room for {NUM_BUFFERS} x {peers.bucket_bytes} bytes of weights: {error}"
-        first = first_problem(problem)
-        if first is not None:
-            raise WeightUpdateError(first)
-        return shared
+        size, device = self._peers.bucket_bytes, self._peers.trainer.device
 
-    def _handles(self, buffer: SharedBuffer) -> list[Handle]:
+        def make() -> list[Tensor]:
+            try:
+                return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+            except RuntimeError as error:
+                raise WeightUpdateError(
+                    f"rank {self._peers.trainer.rank} has no room for {NUM_BUFFERS} x {size} bytes of weights: {error}"
+                ) from error
+
+        return together(make)
+
+    def _handles(self, buffer: Tensor) -> list[Handle]:
         """The buffer's new handles on each GPU of this rank's engine; collective over the ranks that share it."""
         mine: Handle | str
         try:
-            mine = buffer.export()
+            mine = export(buffer)
         except RuntimeError as error:
             mine = f"rank {self._peers.trainer.rank} cannot share memory with its engine: {error}"
         everyone: list[Any] = [mine]
@@ -155,7 +152,7 @@ class IpcTransport(Transport):
             raise WeightUpdateError(problem)
         return everyone
 
-    def _send_buckets(self, shared: list[SharedBuffer]) -> None:
+    def _send_buckets(self, shared: list[Tensor]) -> None:
         peers, trainer = self._peers, self._peers.trainer
         engine = peers.engines[self._number] if self._number < len(peers.engines) else None
 
@@ -171,7 +168,7 @@ class IpcTransport(Transport):
             return problem is not None or (loading is not None and loading.exception() is not None)
 
         with ThreadPoolExecutor(1, thread_name_prefix="weight-sync") as pool:
-            for bucket in buckets(tensors, [buffer.data for buffer in shared]):
+            for bucket in buckets(tensors, shared):
                 torch.cuda.current_stream().synchronize()
                 # After this every rank has filled this bucket, and no engine reads the one before any more.
                 if self._anyone(failed()):

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from slime_retool.config.groups import TRANSPORTS
 from slime_retool.engine.admin import EngineAdmin, every_engine
 from slime_retool.engine.checksum import tensor_checksum
 from slime_retool.engine.server import engine_workers
 from slime_retool.errors import WeightUpdateError
+from slime_retool.protocols import load_function
 from slime_retool.trainer.core import Trainer
 from slime_retool.trainer.gather import hf_named_tensors
-from slime_retool.trainer.weight_sync.broadcast import BroadcastTransport
-from slime_retool.trainer.weight_sync.disk import DiskTransport
-from slime_retool.trainer.weight_sync.ipc import IpcTransport
-from slime_retool.trainer.weight_sync.transport import Peers, Transport, first_problem
-
-TRANSPORTS: dict[str, Callable[[Peers], Transport]] = {
-    "ipc": IpcTransport,
-    "broadcast": BroadcastTransport,
-    "disk": DiskTransport,
-}
+from slime_retool.trainer.weight_sync.transport import Peers, Transport, together
 
 
 class WeightSync:
@@ -39,7 +32,7 @@ class WeightSync:
         """
         Args:
             host: address of global rank 0 as the engines reach it.
-            transport: "ipc", "broadcast" or "disk"; default --update-weight-transport.
+            transport: a name of `TRANSPORTS`, or the path of one; default --update-weight-transport.
         """
         config = trainer.config
         self.weight_version = 0
@@ -59,7 +52,9 @@ class WeightSync:
             bucket_bytes=max(wanted, largest),
             timeout=config.distributed_timeout_minutes * 60,
         )
-        self._transport = TRANSPORTS[transport or config.weight_transport](self._peers)
+        transport = transport or config.weight_transport
+        make = load_function(TRANSPORTS.get(transport, transport), "--update-weight-transport")
+        self._transport: Transport = make(self._peers)
         self.set_engines(engine_urls)
 
     def set_engines(self, engine_urls: Sequence[str]) -> None:
@@ -74,7 +69,6 @@ class WeightSync:
         Raises WeightUpdateError on every rank when any engine refused or a step took too long.
         """
         version, engines = self.weight_version + 1, self._peers.engines
-        leads = self._trainer.rank == 0
 
         def pause() -> None:
             if not engines:
@@ -89,24 +83,15 @@ class WeightSync:
             if not asleep:
                 every_engine(engines, lambda engine: engine.resume())
 
-        self._together(version, pause if leads else None)
-        self._together(version, self._transport.send)
-        self._together(version, finish if leads else None)
+        leads = self._trainer.rank == 0
+        for step, here in ((pause, leads), (self._transport.send, True), (finish, leads)):
+            try:
+                together(step if here else lambda: None)
+            except WeightUpdateError as error:
+                self._transport.reset()
+                raise WeightUpdateError(f"weight update {version} failed: {error}") from None
         self.weight_version = version
         return version
-
-    def _together(self, version: int, step: Callable[[], None] | None) -> None:
-        """Run this rank's part of a step; raises on every rank when any rank's part failed."""
-        problem: str | None = None
-        try:
-            if step is not None:
-                step()
-        except Exception as error:  # told to every rank below
-            problem = str(error) if isinstance(error, WeightUpdateError) else f"{type(error).__name__}: {error}"
-        first = first_problem(problem)
-        if first is not None:
-            self._transport.reset()
-            raise WeightUpdateError(f"weight update {version} failed: {first}")
 
     def weight_checksums(self) -> dict[str, str]:
         """{HF name: checksum} of the trainer's weights on global rank 0, {} elsewhere. Collective.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_retool.engine.admin import EngineAdmin, raise_first
+from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.core import Trainer
 from slime_retool.trainer.gather import hf_named_tensors
 
@@ -75,11 +76,22 @@ class FromRankZero(Transport):
         raise NotImplementedError
 
 
-def first_problem(mine: str | None) -> str | None:
-    """What the first rank with a problem says, on every rank; None when no rank has one. Collective."""
+def together(step: Callable[[], R]) -> R:
+    """What this rank's part of a step gives. Collective: WeightUpdateError on every rank when any rank's part failed.
+
+    The error says what the first of those ranks says.
+    """
+    problem: str | None = None
+    try:
+        result = step()
+    except Exception as error:  # told to every rank below
+        problem = str(error) if isinstance(error, WeightUpdateError) else f"{type(error).__name__}: {error}"
     problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, mine)
-    return next((problem for problem in problems if problem is not None), None)
+    dist.all_gather_object(problems, problem)
+    for each in problems:
+        if each is not None:
+            raise WeightUpdateError(each)
+    return result
 
 
 def unless_refused(call: Callable[[], R], futures: Sequence[Future[None]]) -> R:
