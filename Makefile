@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 # Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
 export RAY_worker_niceness ?= 0
 
-.PHONY: help install test lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
+.PHONY: help install test test-browser screenshots lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
@@ -25,6 +25,8 @@ help:
 	@echo "make compare-short     two RL algorithms in a few steps from one SFT checkpoint"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint, types and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
+	@echo "make test-browser      the viewer's page in a real Chromium (needs the extra \"browser\" and a chromium)"
+	@echo "make screenshots       the same, and its pictures into docs/images"
 	@echo "make install           only the environment in $(VENV)"
 	@echo "make lock              resolve requirements/cpu.in and setup.py into the locks of CPU and GPU hosts (needs uv)"
 
@@ -45,6 +47,12 @@ lint: $(STAMP)
 
 test: $(STAMP) lint
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+
+test-browser: $(STAMP)
+	$(PY) -m pytest tests/browser -s
+
+screenshots: $(STAMP)
+	$(PY) -m pytest tests/browser -s --screenshots docs/images
 
 quickstart: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED)

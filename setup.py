@@ -34,6 +34,8 @@ EXTRAS = {
     "gpu": ["sglang==0.5.15.post1"],
     "te": ["transformer-engine[pytorch]>=2.20"],
     "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+    # Beside a Chromium of the system (`apt install chromium`), or `playwright install chromium`.
+    "browser": ["playwright", "axe-playwright-python"],
 }
 
 PACKAGE = runpy.run_path(str(Path(__file__).with_name("slime_retool") / "__init__.py"))
@@ -48,7 +50,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["slime_retool*", "megatron_bridge*"]),
-    package_data={"slime_retool": ["py.typed"], "megatron_bridge": ["py.typed"]},
+    package_data={"slime_retool": ["py.typed", "commands/viewer/assets/*"], "megatron_bridge": ["py.typed"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["slime-retool=slime_retool.cli:main"]},

@@ -18,7 +18,7 @@ COMMANDS = {
     "eval": ("slime_retool.commands.eval:main", "measure a checkpoint, or a model behind an API"),
     "plan": ("slime_retool.commands.plan.command:main", "memory and time of a run, from its flags alone"),
     "data check": ("slime_retool.commands.data_check:main", "whether data files can be used, row by row"),
-    "view": ("slime_retool.commands.view:main", "read dumped samples or evaluation transcripts"),
+    "view": ("slime_retool.commands.viewer.command:main", "read samples as text, or make a page of a run"),
     "doctor": ("slime_retool.commands.doctor:main", "what this host has of what a run needs"),
     "sandbox serve": ("slime_retool.commands.sandbox_serve:main", "the sandbox as a service that speaks /run_code"),
     "convert to-megatron": ("slime_retool.commands.convert:to_megatron", "Hugging Face checkpoint to torch_dist"),

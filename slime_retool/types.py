@@ -14,8 +14,10 @@ Model output is never decoded and encoded again: `tokens` holds the ids that the
 from __future__ import annotations
 
 import math
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -25,6 +27,24 @@ Message = dict[str, Any]
 
 ToolSchema = dict[str, Any]
 """One tool in OpenAI's function-calling form: `{"type": "function", "function": {name, description, parameters}}`."""
+
+Span = dict[str, Any]
+"""Something that took time: `name`, `start` (Unix time), `seconds`, `status` ("ok", or what went wrong)."""
+
+
+@contextmanager
+def timed(name: str, spans: list[Span]) -> Iterator[None]:
+    """Add the span of what is inside to `spans`; an exception's name is its status."""
+    span: Span = {"name": name, "start": round(time.time(), 4), "seconds": 0.0, "status": "ok"}
+    begin = time.monotonic()
+    try:
+        yield
+    except BaseException as error:
+        span["status"] = type(error).__name__
+        raise
+    finally:
+        span["seconds"] = round(time.monotonic() - begin, 4)
+        spans.append(span)
 
 
 class SampleStatus(str, Enum):
@@ -82,6 +102,8 @@ class Sample:
     status: SampleStatus = SampleStatus.PENDING
     error: str | None = None
     """For a FAILED sample: which boundary failed, and how."""
+    spans: list[Span] = field(default_factory=list, compare=False)
+    """generate, reward, and each tool call, which also has the `turn` (from 1) that made it."""
 
     @property
     def prompt_length(self) -> int:
@@ -90,6 +112,7 @@ class Sample:
     def reset(self) -> None:
         """Forget any earlier attempt, so that a retry starts from the prompt alone."""
         self.tokens, self.loss_mask, self.rollout_log_probs, self.weight_versions = [], [], [], []
+        self.spans = []
         self.response_length = self.num_turns = 0
         self.num_tool_calls = self.num_tool_errors = self.num_malformed_calls = 0
         self.response, self.reward, self.error = "", None, None

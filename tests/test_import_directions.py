@@ -95,3 +95,9 @@ def test_the_rule_finds_a_wrong_import():
     assert upward({"slime_retool.trainer.core": {"slime_retool.rollout.hooks"}}, floors()) != []
     assert upward({"slime_retool.config.config": {"slime_retool.train"}}, floors()) != []
     assert upward({"slime_retool.train": {"slime_retool.config.config"}}, floors()) == []
+
+
+def test_every_folder_of_modules_is_a_package():
+    """setuptools leaves others out of what `pip install .` installs."""
+    folders = {path.parent for path in modules().values()}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []

@@ -196,9 +196,18 @@ def test_ids_are_decoded_as_the_tokenizer_does(ids: list[int]) -> None:
     assert TextCodec(tokenizer()).decode(ids) == tokenizer().backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 260), max_size=40))
+def test_texts_of_single_tokens_add_up_to_the_whole(ids: list[int]) -> None:
+    codec = TextCodec(tokenizer())
+    texts = codec.token_texts(ids)
+    assert len(texts) == len(ids) and "".join(texts) == codec.decode(ids)
+
+
 def test_a_tokenizer_that_is_not_byte_level_decodes_by_itself() -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    assert TextCodec(PreTrainedTokenizerFast(tokenizer_object=words)).decode([0, 1]) == "a b"
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=words))
+    assert codec.decode([0, 1]) == "a b" and codec.token_texts([0, 1]) == ["a", "b"]
 
 
 def test_a_tokenizer_whose_special_tokens_take_their_surroundings_is_left_to_itself() -> None:

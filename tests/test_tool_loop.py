@@ -88,7 +88,16 @@ def test_a_sample_generated_again_starts_from_the_prompt(end: tuple[str, str]) -
     broken = ("<tool_call>{bad</tool_call>", "stop")
     used, _ = run([CALL, broken, (call_text("raise"), "stop"), end])
     assert used.num_malformed_calls == used.num_tool_errors == 1
-    assert run([CALL, ANSWER], sample=used)[0] == first
+    again, _ = run([CALL, ANSWER], sample=used)
+    assert again == first and len(again.spans) == 1
+
+
+def test_each_call_is_a_span_of_its_turn() -> None:
+    broken = ("<tool_call>{bad</tool_call>", "stop")
+    sample, _ = run([CALL, broken, (call_text("raise"), "stop"), ANSWER])
+    spans = [(span["name"], span["status"], span["turn"]) for span in sample.spans]
+    assert spans == [("tool", "ok", 1), ("tool", "malformed", 2), ("tool", "error", 3)]
+    assert all(span["seconds"] >= 0 and span["start"] > 1e9 for span in sample.spans)
 
 
 def test_a_turn_of_very_many_malformed_calls_is_answered_up_to_a_limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -66,6 +67,17 @@ class TextCodec:
         if self._rust is not None:
             return self._rust.decode(ids, skip_special_tokens=False)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Text of each id, for reading. Of a byte-level tokenizer joined as `decode` has it: a character of several
+        tokens is the last one's."""
+        if self._bytes is None:
+            return [self.decode([number]) for number in ids]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        texts = [decoder.decode(self._bytes[number]) for number in ids]
+        if texts:
+            texts[-1] += decoder.decode(b"", final=True)
+        return texts
 
     def _encode(self, text: str) -> list[int]:
         # The wrapper switches truncation and padding on and off inside; the last caller may have left them on.

@@ -125,6 +125,10 @@ class Config(
         """The first rollout that trains the policy; those before it train the critic alone."""
         return self.num_critic_only_steps
 
+    def dumps(self, rollout_id: int) -> bool:
+        """Whether --dump-rollouts writes the samples of this rollout."""
+        return self.dump_rollouts and rollout_id % self.dump_rollouts_every == 0
+
     @property
     def roles(self) -> list[Role]:
         """The models that are trained, the policy first."""

@@ -517,7 +517,13 @@ class TrackingArgs:
         help="Logs, metrics.jsonl and rollout dumps. A run that resumes nothing first moves the metrics and samples "
         "that an earlier one left there to DIR/earlier_1, 2, ...",
     )
-    dump_rollouts: bool = flag(False, help="Write every sample (text, tokens, reward) to --output-dir.")
+    dump_rollouts: bool = flag(
+        False,
+        help="Write every sample (text, tokens, reward, times, and what the trainer made of it) to --output-dir, for "
+        "slime-retool view.",
+    )
+    dump_rollouts_every: int = flag(1, min=1, metavar="N", help="Dump only every Nth rollout, from the first on.")
+    dump_rollouts_keep: int | None = flag(None, min=1, metavar="N", help="Delete all dumps but the newest N.")
     no_progress: bool = flag(False, help="No progress bars.")
     use_wandb: bool = flag(False, help="Log to Weights & Biases.")
     wandb_project: str | None = flag(None, help="W&B project.")

@@ -17,7 +17,7 @@ from slime_retool.config import Config
 from slime_retool.errors import RolloutError
 from slime_retool.protocols import GenerateFn, load_function
 from slime_retool.reward.runner import RewardRunner
-from slime_retool.types import Sample, SampleStatus
+from slime_retool.types import Sample, SampleStatus, Span, timed
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,14 @@ async def run_sample(
     or returns something that is not a score.
     """
     where = hooks.generate_path
+    spans: list[Span] = []
     try:
-        sample = await hooks.generate(config, sample, dict(sampling_params))
+        with timed("generate", spans):
+            sample = await hooks.generate(config, sample, dict(sampling_params))
         _check_generated(sample, hooks.generate_path, with_ids)
         if sample.status in USABLE:
             where = hooks.reward_path
-            with hooks.reward_time:
+            with hooks.reward_time, timed("reward", spans):
                 sample.reward = await hooks.reward(config, sample)
             sample.reward_value(config.reward_key)
     except RolloutError as error:
@@ -103,6 +105,7 @@ async def run_sample(
     except Exception:
         logger.error("%s raised at sample %d; this ends the rollout", where, sample.index)
         raise
+    sample.spans = [*spans, *sample.spans]
     return sample
 
 

@@ -28,7 +28,7 @@ from slime_retool.rollout.hooks import USABLE, Hooks, cancel, run_all, run_sampl
 from slime_retool.rollout.overlong import mask_overlong, shaped_reward
 from slime_retool.rollout.sample_metrics import is_right, sample_metrics, source_metrics
 from slime_retool.rollout.sampling import training_sampling_params
-from slime_retool.rollout.transcripts import dump_samples
+from slime_retool.rollout.transcripts import dump_samples, prune_dumps
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 Group = list[Sample]
@@ -71,10 +71,14 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
             "tokens_per_second": model_tokens / max(seconds, 1e-9),
         }
     )
-    if config.dump_rollouts:
+    if config.dumps(rollout_id):
         path = Path(config.output_dir) / "rollouts" / f"rollout_{rollout_id:06d}.jsonl"
-        rows = [(sample, {"rollout_id": rollout_id}) for sample in finished]
+        texts = context.template.codec.token_texts
+        # Made one by one, as they are written.
+        rows = ((sample, {"rollout_id": rollout_id, "token_texts": texts(sample.tokens)}) for sample in finished)
         await asyncio.to_thread(dump_samples, path, rows)
+        if config.dump_rollouts_keep is not None:
+            prune_dumps(path.parent, config.dump_rollouts_keep)
     named = {f"rollout/{name}": value for name, value in metrics.items()}
     # Seconds in which at least one sample waited for its reward, mostly while others were still generated.
     return RolloutBatch(trained, named | {"perf/reward_seconds": sampling.hooks.reward_time.seconds})

@@ -30,6 +30,14 @@ def dump_samples(path: Path, rows: Iterable[tuple[Sample, dict[str, Any]]]) -> N
     os.replace(part, path)
 
 
+def prune_dumps(folder: Path, keep: int) -> None:
+    """Delete what was dumped of all but the newest `keep` rollouts."""
+    kept = {path.stem.rpartition("_")[2] for path in sorted(folder.glob("rollout_*.jsonl"))[-keep:]}
+    for path in folder.glob("*.jsonl"):
+        if path.stem.rpartition("_")[2] not in kept:
+            path.unlink()
+
+
 def _line(sample: Sample, further: dict[str, Any]) -> str:
     return json.dumps({**asdict(sample), **further}, ensure_ascii=False, default=repr) + "\n"
 

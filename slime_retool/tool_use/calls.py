@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -33,6 +33,8 @@ class ToolResult:
     text: str
     is_error: bool = False
     """The call itself went wrong (an exception, a time limit); counted, and shown all the same."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long the registry took to get it, retries included."""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ How it ends:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +83,9 @@ async def answer_calls(
 ) -> list[str]:
     """What the model is shown for each call of a turn, in order, cut by `fit`; counts what was executed.
 
-    Calls beyond the sample's budget do not run. Raises ToolUnavailable on an outage.
+    Calls beyond the sample's budget do not run. Each call is a span of the sample. Raises ToolUnavailable on an outage.
     """
+    start = time.time()
     executed = [call for call in calls if isinstance(call, ToolCall)][: budgets.calls_left(sample)]
     results = iter(await registry.execute_all(executed))
     sample.num_tool_calls += len(executed)
@@ -91,11 +93,16 @@ async def answer_calls(
     texts = []
     for call in calls:
         if isinstance(call, ToolCallError):
+            status, seconds = "malformed", 0.0
             texts.append(fit(call.message))
         else:
             result = next(results, not_run)
+            status = "not run" if result is not_run else "error" if result.is_error else "ok"
+            seconds = result.seconds
             sample.num_tool_errors += result.is_error
             texts.append(fit(result.text))
+        span = {"name": "tool", "start": round(start, 4), "seconds": round(seconds, 4), "status": status}
+        sample.spans.append({**span, "turn": sample.num_turns})
     return texts
 
 

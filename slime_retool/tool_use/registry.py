@@ -10,6 +10,7 @@ registry = ToolRegistry([Tool("now", "The time in a time zone.", zone, now)])
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -96,10 +97,11 @@ class ToolRegistry:
         neither is an observation that a model should learn from.
         """
         tool = self._tools[call.name]
-        delay = self._retry_delay
+        delay, begin = self._retry_delay, time.monotonic()
         for attempt in range(self._retries + 1):
             try:
-                return _to_result(await tool.function(call.arguments), call.name)
+                result = _to_result(await tool.function(call.arguments), call.name)
+                return replace(result, seconds=time.monotonic() - begin)
             except ToolUnavailable:
                 if attempt == self._retries:
                     raise

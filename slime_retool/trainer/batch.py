@@ -23,6 +23,7 @@ class TrainBatch:
     tokens: Tensor  # [N] int32
     rewards: Tensor  # [S] fp64
     groups: Tensor  # [S] int64
+    indices: list[int]  # [S] Sample.index
     rollout_log_probs: Tensor | None  # [N] fp32
     columns: dict[str, Tensor]  # [N] fp32 each
 
@@ -39,6 +40,7 @@ class TrainBatch:
             tokens=_flat([s.tokens for s in samples], torch.int32),
             rewards=torch.tensor([s.reward for s in samples], dtype=torch.float64),
             groups=torch.tensor([s.group_index for s in samples], dtype=torch.int64),
+            indices=[s.index for s in samples],
             rollout_log_probs=_flat(sampled, torch.float32) if sampled and len(sampled) == len(samples) else None,
             columns={name: _flat([s.columns[name] for s in samples], torch.float32) for name in sorted(named)},
         )

@@ -37,6 +37,7 @@ from slime_retool.trainer import parallel
 from slime_retool.trainer.actor import Actor
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.critic import Critic
+from slime_retool.trainer.dump import dump_trained
 from slime_retool.trainer.prepare import Prepared, mismatch_of_first_step, prepare, weigh
 from slime_retool.trainer.report import memory_metrics, speed_metrics
 from slime_retool.trainer.role import ModelRole, StepResult
@@ -149,6 +150,7 @@ class Trainer:
         metrics["train/tokens"] = float(batch.num_tokens)
         metrics["train/loss_tokens"] = float(batch.segments.num_learned)
         seconds = [self._prepare_seconds, 0.0]
+        log_probs = prepared.data.columns["old_log_probs"] if config.recomputes_log_probs else None
         if rollout_id >= config.policy_starts_at:
             start = time.perf_counter()
             compares = (
@@ -161,7 +163,10 @@ class Trainer:
             if compares:
                 assert results[0].per_token is not None
                 metrics |= mismatch_of_first_step(prepared, results[0].per_token)
+                log_probs = results[0].per_token if len(results) == 1 else None
             metrics |= _averages("train", results)
+        if self.rank == 0 and config.dumps(rollout_id) and not config.loss.supervised:
+            dump_trained(config.output_dir, rollout_id, batch, log_probs, prepared.data.columns["advantages"])
         total = torch.tensor(seconds, dtype=torch.float32, device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)
         metrics["perf/log_probs_seconds"], metrics["perf/train_seconds"] = total.tolist()

@@ -1,0 +1,1 @@
+"""What `slime-retool COMMAND` runs; `slime_retool.cli` holds the table."""
