@@ -208,6 +208,31 @@ def test_a_server_whose_port_is_taken_meanwhile_starts_on_another(tmp_path: Path
             assert answers(f"{server.url}/")
 
 
+ASKS_ITSELF = """
+import sys, threading, urllib.request
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), SimpleHTTPRequestHandler)
+thread = threading.Thread(target=server.serve_forever)
+thread.start()
+with urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/") as reply:
+    print("reached itself", reply.status, flush=True)
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy", "HTTPS_PROXY"])
+def test_servers_of_a_run_and_their_health_checks_go_past_a_proxy(name: str, tmp_path: Path, monkeypatch):
+    for each in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(each, raising=False)
+        monkeypatch.delenv(each.upper(), raising=False)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nothing listens: whoever goes there fails at once
+        monkeypatch.setenv(name, f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr("test_engine_process.SLOW_WEB_SERVER", ASKS_ITSELF)
+        with WebServer(tmp_path) as server:
+            server.wait_until_ready(lambda: "reached itself 200" in server.log_tail(), 120, "the server")
+
+
 def test_only_a_taken_port_is_worth_another_start():
     assert port_was_taken(ServerError("OSError: [Errno 98] error while attempting to bind: Address already in use"))
     assert not port_was_taken(ServerError("CUDA out of memory"))

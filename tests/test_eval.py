@@ -20,8 +20,9 @@ from slime_retool.config import Config, flag
 from slime_retool.config.validate import check_batches
 from slime_retool.engine.server import kv_tokens
 from slime_retool.errors import ConfigError, EngineError
-from slime_retool.rollout.chat_endpoint import ChatEndpoint
+from slime_retool.rollout.chat_endpoint import ChatEndpoint, _is_near
 from slime_retool.rollout.context import use_context
+from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.eval_metrics import set_metrics
 from slime_retool.rollout.evaluate import evaluate
 from slime_retool.rollout.statistics import majority_at_k, pass_at_k
@@ -300,6 +301,58 @@ async def test_an_overloaded_endpoint_is_tried_again_and_a_refusal_is_not(monkey
     async with endpoint(503) as (client, seen):
         with pytest.raises(EngineError, match="failed 2 times"):
             await client.chat([], PARAMS, [])
+
+
+@asynccontextmanager
+async def counting_proxy(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
+    """The proxy that the environment names, which answers itself; the addresses that it was asked for."""
+    asked: list[str] = []
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        asked.append(request.raw_path if request.method == "CONNECT" else str(request.url))
+        return web.json_response(reply("by proxy"), status=502 if request.method == "CONNECT" else 200)
+
+    runner = web.ServerRunner(web.Server(handle))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        yield asked
+    finally:
+        await runner.cleanup()
+
+
+def chat_client(url: str) -> ChatEndpoint:
+    return ChatEndpoint(url, "m", api_key="k", concurrency=1, timeout=60, retries=0)
+
+
+async def test_an_external_chat_api_is_reached_through_the_environments_proxy(monkeypatch):
+    async with counting_proxy(monkeypatch) as asked:
+        async with chat_client("http://api.example.com/v1") as client:
+            assert (await client.chat([], PARAMS, [])).content == "by proxy"
+        async with chat_client("https://api.example.com/v1") as client:
+            with pytest.raises(EngineError, match="502"):
+                await client.chat([], PARAMS, [])
+        assert asked == ["http://api.example.com/v1/chat/completions", "api.example.com:443"]
+        monkeypatch.setenv("no_proxy", "example.invalid")
+        async with chat_client("http://api.example.invalid/v1") as client:
+            with pytest.raises(EngineError, match="Cannot connect"):
+                await client.chat([], PARAMS, [])
+        assert len(asked) == 2
+
+
+async def test_servers_on_this_host_or_network_are_never_asked_through_a_proxy(monkeypatch):
+    async with counting_proxy(monkeypatch) as asked, endpoint(reply("directly")) as (client, _):
+        assert (await client.chat([], PARAMS, [])).content == "directly"
+        async with RouterClient(client._url, concurrency=1, timeout=60, retries=0) as router:
+            assert (await router.post("/chat/completions", {}))["choices"][0]["message"]["content"] == "directly"
+        assert asked == []
+    near = ("http://localhost:8000/v1", "http://node7:8000/v1", "http://10.1.2.3/v1", "http://[::1]:8/v1")
+    far = ("https://api.example.com/v1", "http://8.8.8.8/v1")
+    assert [_is_near(url) for url in (*near, *far)] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize(

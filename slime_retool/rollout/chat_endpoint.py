@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime_retool.errors import EngineError
 from slime_retool.protocols import ChatReply
@@ -28,6 +30,7 @@ class ChatEndpoint(JsonClient):
             backoff=BACKOFF_SECONDS,
             backoff_limit=BACKOFF_LIMIT_SECONDS,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            use_proxies=not _is_near(url),
         )
         self._model = model
 
@@ -47,6 +50,15 @@ class ChatEndpoint(JsonClient):
         if sampling_params.get("stop"):
             body["stop"] = sampling_params["stop"]
         return _parse(await self.post("/chat/completions", body))
+
+
+def _is_near(url: str) -> bool:
+    """Whether a server is on this host or network, which a proxy would not reach: a private address, a bare name."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_private
+    except ValueError:
+        return "." not in host
 
 
 def _parse(reply: Any) -> ChatReply:

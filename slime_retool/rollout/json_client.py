@@ -38,6 +38,7 @@ class JsonClient:
         backoff: float = 0.5,
         backoff_limit: float = 10.0,
         headers: dict[str, str] | None = None,
+        use_proxies: bool = False,
     ) -> None:
         """
         Args:
@@ -47,6 +48,7 @@ class JsonClient:
             retries: further tries after a connection error, HTTP 429 or 5xx; a timeout is not tried again.
             backoff: seconds before the first further try, doubled each time (with jitter, at most `backoff_limit`). A
                 longer `Retry-After` is kept.
+            use_proxies: go by the proxies that the environment names, and by its no_proxy.
         """
         self._url = url.rstrip("/")
         self._places = asyncio.Semaphore(concurrency)
@@ -55,6 +57,7 @@ class JsonClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # `concurrency` is the limit
             headers=headers,
+            trust_env=use_proxies,
             timeout=aiohttp.ClientTimeout(total=timeout),
         )
         self._stats = EngineStats()
