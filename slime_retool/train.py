@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from megatron_bridge.arithmetic import GIB
-from megatron_bridge.checkpoint import exists, prune
+from megatron_bridge.checkpoint import exists, latest_iteration, prune
 from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.printable import print_command_line, wandb_settings
+from slime_retool.config.require import as_config_error
 from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
@@ -75,19 +76,30 @@ def run(config: Config, check: ServerFlagCheck) -> None:
     with Cluster(config) as cluster, RolloutManager(config) as rollout:
         config = rollout.config  # its data say how many rollouts --num-epoch makes
         check.wait()
-        # Whether --load holds a checkpoint, as the trainers will find it: nothing else knows of earlier rollouts.
-        if config.debug_rollout_only or config.load is None or not exists(config.load):
+        first = first_rollout(config)
+        if first == 0:
             set_aside(config.output_dir)
-        with closing(trackers_of(config)) as metrics:
+        with closing(trackers_of(config, first)) as metrics:
             Loop(config, cluster, rollout, metrics).run()
 
 
-def trackers_of(config: Config) -> Metrics:
-    """metrics.jsonl, and what the flags ask for beside it."""
+def first_rollout(config: Config) -> int:
+    """The rollout to begin with: that after the checkpoint in --load, as the trainers will find it, else 0."""
+    if config.debug_rollout_only or config.load is None or not exists(config.load):
+        return 0
+    with as_config_error():
+        saved = latest_iteration(config.load)
+    return 0 if saved is None else saved + 1
+
+
+def trackers_of(config: Config, first: int = 0) -> Metrics:
+    """metrics.jsonl, and what the flags ask for beside it; `first`: the rollout that the run begins with."""
     path = config.custom_tracker_path
     own = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
     wandb, folder = wandb_settings(config), Path(config.output_dir)
-    return Metrics(folder, *own, tensorboard=config.use_tensorboard, wandb=wandb, wandb_key=config.wandb_key)
+    return Metrics(
+        folder, *own, tensorboard=config.use_tensorboard, wandb=wandb, wandb_key=config.wandb_key, first=first
+    )
 
 
 class Loop:
