@@ -14,6 +14,10 @@ from slime_retool.errors import EngineError
 C = TypeVar("C", bound="JsonClient")
 
 
+class Refused(EngineError):
+    """The server does not take this request, however often it is sent: HTTP 4xx, but 429."""
+
+
 @dataclass(slots=True)
 class EngineStats:
     """What a client has asked for since it was made, or since `take_stats`."""
@@ -63,7 +67,7 @@ class JsonClient:
         self._stats = EngineStats()
 
     async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
-        """The reply's JSON. Raises EngineError when there is none after all tries."""
+        """The reply's JSON. Raises EngineError when there is none after all tries, Refused when more would not help."""
         url, problem, asked = self._url + path, "", 0.0
         self._stats.requests += 1
         async with self._places:
@@ -79,7 +83,7 @@ class JsonClient:
                             return await response.json(content_type=None)
                         problem = f"HTTP {response.status}: {(await response.text())[:500].strip()}"
                         if response.status != 429 and response.status < 500:
-                            raise EngineError(f"{url} refused the request: {problem}")
+                            raise Refused(f"{url} refused the request: {problem}")
                         after = response.headers.get("Retry-After", "")
                         asked = float(after) if after.isdigit() else 0.0
                 except asyncio.TimeoutError as error:
