@@ -27,7 +27,7 @@ from tqdm import tqdm
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import exists, latest_iteration, prune
 from slime_retool.config import Config, parse_config, resolve, validate
-from slime_retool.config.printable import print_command_line, wandb_settings
+from slime_retool.config.printable import changed_flags, flag_values, print_command_line, wandb_settings
 from slime_retool.config.require import as_config_error
 from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
@@ -120,15 +120,23 @@ class Loop:
         if config.eval_interval is not None and not config.skip_eval_before_train and (first < end or end == 0):
             self._evaluate(first - 1)
         warn_of_room(config, first)
+        if first < end and config.save is not None and config.save_interval is None and not config.debug_rollout_only:
+            logger.info("--save without --save-interval: the one checkpoint is written after the last rollout")
         bar = tqdm(
             range(first, end),
             initial=first,
             total=end,
             desc="training" if config.debug_train_only else "rollouts",
-            disable=config.no_progress,
+            disable=config.no_progress or None,  # None: where stderr is no terminal
         )
         for rollout_id in bar:
-            bar.set_postfix(headline(self._step(rollout_id)))
+            metrics = self._step(rollout_id)
+            shown = headline(metrics)
+            bar.set_postfix(shown)
+            if bar.disable:
+                words = [f"{name} {value}" for name, value in shown.items()]
+                words.append(f"{metrics['perf/step_seconds']:.1f} s")
+                logger.info("rollout %d of %d: %s", rollout_id, end, ", ".join(words))
             if evaluates_after(config, rollout_id):
                 self._evaluate(rollout_id)
         # After a run with nothing left to do the last checkpoint is the one it was to go on from.
@@ -147,6 +155,10 @@ class Loop:
             first, state = cluster.trainers.start(self._num_rollout)
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
+            if first > 0:
+                logger.info("resumed at rollout %d from %s", first, config.load)
+                if changes := changed_flags(config, state.get("flags", {})):
+                    logger.info("flags that differ from the run that saved it: %s", ", ".join(changes))
         if config.num_engines:
             urls = cluster.engines.start()
             self._engine_memory = cluster.engines.memory()
@@ -190,7 +202,7 @@ class Loop:
         """Write a checkpoint, and delete old ones once those of all models are complete, which go on together.
         Returns the seconds it took."""
         config, begin = self._config, time.monotonic()
-        self._cluster.trainers.save(rollout_id, {"data": self._rollout.state_dict()})
+        self._cluster.trainers.save(rollout_id, {"data": self._rollout.state_dict(), "flags": flag_values(config)})
         if config.save_keep is not None:
             for folder in config.save_folders.values():
                 prune(folder, config.save_keep)
@@ -216,7 +228,8 @@ class Loop:
         self._metrics.log(rollout_id, metrics | {"perf/eval_seconds": time.monotonic() - begin})
         wanted = ("/accuracy", "/reward", "/loss")
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(wanted)]
-        logger.info("rollout %d: %s", rollout_id, ", ".join(shown))
+        when = "before training" if rollout_id < 0 else f"after rollout {rollout_id}"
+        logger.info("evaluation %s: %s", when, ", ".join(shown))
 
     def _validate(self) -> dict[str, float]:
         """SFT: the loss on held-out conversations."""

@@ -518,7 +518,7 @@ class TrackingArgs:
         "that an earlier one left there to DIR/earlier_1, 2, ...",
     )
     dump_rollouts: bool = flag(False, help="Write every sample (text, tokens, reward) to --output-dir.")
-    no_progress: bool = flag(False, help="No progress bars.")
+    no_progress: bool = flag(False, help="No progress bars (only a terminal gets any): a line for each rollout.")
     use_wandb: bool = flag(False, help="Log to Weights & Biases.")
     wandb_project: str | None = flag(None, help="W&B project.")
     wandb_group: str | None = flag(None, help="W&B group.")

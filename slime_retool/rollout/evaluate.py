@@ -50,7 +50,7 @@ async def evaluate(
     total = sum(map(len, copies.values()))
     with (
         ExitStack() as files,
-        tqdm(total=total, desc="evaluation", unit="sample", leave=False, disable=config.no_progress) as bar,
+        tqdm(total=total, desc="evaluation", unit="sample", leave=False, disable=config.no_progress or None) as bar,
     ):
         transcripts = {}
         for name, samples in eval_sets.items():

@@ -114,7 +114,7 @@ class _Sampling:
             desc=f"rollout {self._rollout_id}",
             unit="group",
             leave=False,
-            disable=self._config.no_progress,
+            disable=self._config.no_progress or None,
         )
         try:
             while len(self.kept) < self._target:
