@@ -328,6 +328,25 @@ def test_the_world_that_engines_have_anyway_may_be_named():
 
 
 @pytest.mark.parametrize(
+    ("flags", "numbers"),
+    [
+        ("--sglang-cuda-graph-max-bs 256", "256 is below the 512"),
+        ("--sglang-cuda-graph-max-bs-decode=256 --over-sampling-batch-size 96", "256 is below the 768"),
+        ("--sglang-cuda-graph-bs 8 256 64 --sglang-server-concurrency 300", "256 is below the 300"),
+        ("--sglang-cuda-graph-max-bs 256 --rollout-num-gpus 2", None),
+        ("--sglang-cuda-graph-max-bs 256 --sglang-server-concurrency 256", None),
+        ("--sglang-cuda-graph-max-bs 512", None),
+        ("", None),
+    ],
+)
+def test_graphs_smaller_than_the_requests_in_flight_are_warned_of_once_with_both_numbers(flags, numbers, caplog):
+    sizes = "--rollout-batch-size 64 --n-samples-per-prompt 8 --sglang-server-concurrency 1000"
+    check_engines(parse_config([*sizes.split(), *flags.split()]))
+    assert len(caplog.messages) == (numbers is not None)
+    assert numbers is None or numbers in caplog.text
+
+
+@pytest.mark.parametrize(
     ("body", "shown"),
     [
         (b'{"error": {"message": "dp_size must be 1"}}', "dp_size must be 1"),

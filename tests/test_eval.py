@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,13 @@ from slime_retool.commands.eval import main as eval_main
 from slime_retool.config import Config, flag
 from slime_retool.config.validate import check_batches
 from slime_retool.engine.server import kv_tokens
-from slime_retool.errors import ConfigError, EngineError
+from slime_retool.errors import ConfigError, EngineError, ToolUnavailable
 from slime_retool.rollout.chat_endpoint import ChatEndpoint, _is_near
 from slime_retool.rollout.context import use_context
 from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.eval_metrics import set_metrics
 from slime_retool.rollout.evaluate import evaluate
+from slime_retool.rollout.failure_log import FailureLog
 from slime_retool.rollout.statistics import majority_at_k, pass_at_k
 from slime_retool.tool_use import LoopBudgets, Tool, ToolRegistry, run_chat_loop
 from slime_retool.types import Sample, SampleStatus
@@ -403,6 +405,35 @@ async def test_samples_that_failed_are_told_of_in_one_line(tmp_path, caplog):
         "evaluation set 'one': 7 of 10 samples failed and are no part of its metrics; 7 of them with: "
         "engine: HTTP 403: no"
     )
+
+
+async def test_samples_that_fail_alike_are_one_warning_for_each_boundary_with_their_number(tmp_path, caplog):
+    def answer(text: str, number: int) -> Any:
+        return text if number > 58 else EngineError("gone") if number % 2 else ToolUnavailable("sandbox is down")
+
+    context = scripted_context(make_config(tmp_path), answer)
+    async with use_context(context):
+        await evaluate(context, {"one": [Sample(prompt=chr(97 + n % 26) * (1 + n // 26)) for n in range(40)]})
+    warned = [record.getMessage() for record in caplog.records if record.name.endswith("failure_log")]
+    assert [re.sub(r"sample \d+", "sample N", text) for text in warned] == [
+        "sample N failed at the engine: gone",
+        "sample N failed at the tool: sandbox is down",
+        "and 28 more failed at the engine",
+        "and 28 more failed at the tool",
+    ]
+
+
+def test_a_failure_that_goes_on_is_warned_of_again_with_the_number_since(monkeypatch, caplog):
+    clock = [100.0]
+    monkeypatch.setattr("slime_retool.rollout.failure_log.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with FailureLog() as failures:
+        for second in range(25):
+            clock[0] = 100.0 + second
+            failures.add("engine", f"sample {second} failed")
+    assert caplog.messages == [
+        "sample 0 failed", "sample 10 failed (and 9 more before)", "sample 20 failed (and 9 more before)",
+        "and 4 more failed at the engine",
+    ]  # fmt: skip
 
 
 @asynccontextmanager

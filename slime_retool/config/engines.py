@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import math
+
 from megatron_bridge.model_config import nearest_divisor
 from slime_retool.config.config import Config
 from slime_retool.config.groups import TRANSPORTS
 from slime_retool.config.require import require
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function
+
+logger = logging.getLogger(__name__)
 
 # Flags of a server that hold a value of the run; the right-hand side says where to set it instead.
 OWNED_FLAGS = {
@@ -29,6 +34,7 @@ OWNED_FLAGS = {
     "--gpu-id-step": "the GPUs that the run gives to the engine",
     "--config": "the command line: give each flag as --sglang-FLAG VALUE",
 }
+GRAPH_FLAGS = {"--cuda-graph-max-bs", "--cuda-graph-max-bs-decode", "--cuda-graph-bs", "--cuda-graph-bs-decode"}
 MORE_ENGINES = "for more throughput start more engines (--rollout-num-gpus)"
 LARGER_ENGINES = "spread a model over more GPUs by --rollout-num-gpus-per-engine"
 ONE_HOST = f"an engine runs on one host; {LARGER_ENGINES}"
@@ -55,11 +61,27 @@ def check_server_flags(config: Config) -> None:
         )
 
 
+def _warn_of_graphs(config: Config) -> None:
+    """Say where an engine decodes more requests at once than its CUDA graphs hold: two to three times slower."""
+    prompts = max(config.rollout_batch_size or 0, config.over_sampling_batch_size or 0)
+    samples = math.ceil(prompts * config.n_samples_per_prompt / max(1, config.num_engines))
+    running = min(samples, config.sglang_server_concurrency)
+    for name in GRAPH_FLAGS & config.sglang_server_flags.keys():
+        sizes = [int(value) for value in config.sglang_server_flags[name] if value.isdecimal()]
+        if sizes and max(sizes) < running:
+            logger.warning(
+                "--sglang-%s %d is below the %d requests that each engine gets at once: larger batches decode without "
+                "CUDA graphs, two to three times slower; raise it to %d, or lower --sglang-server-concurrency to %d",
+                name.removeprefix("--"), max(sizes), running, running, max(sizes),
+            )  # fmt: skip
+
+
 def check_engines(config: Config) -> None:
     """Engines, their GPUs and how weights reach them. ConfigError at the first rule that is broken."""
     if config.debug_train_only:
         return
     check_server_flags(config)
+    _warn_of_graphs(config)
     per_engine = config.rollout_num_gpus_per_engine
     total = config.rollout_num_gpus or (config.world_size if config.colocate else per_engine)
     if total % per_engine:

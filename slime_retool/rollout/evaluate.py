@@ -49,6 +49,7 @@ async def evaluate(
     }
     total = sum(map(len, copies.values()))
     with (
+        hooks.failures,
         ExitStack() as files,
         tqdm(total=total, desc="evaluation", unit="sample", leave=False, disable=config.no_progress or None) as bar,
     ):

@@ -131,6 +131,7 @@ class _Sampling:
             self._num_returned = len(unused)
         finally:
             bar.close()
+            self.hooks.failures.close()
             await cancel(list(running))
 
     def metrics(self) -> dict[str, float]:
