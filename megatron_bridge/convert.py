@@ -63,7 +63,7 @@ def convert_hf_to_torch_dist(
 
     shapes = {name: megatron_shape(name, model, tp) for name in names}
     with replace_directory(save, force=force, sources=[hf_checkpoint]) as out, ReadAhead(hf_tensors, names) as parts:
-        with tqdm(total=len(names), desc="HF -> torch_dist", unit="tensor", disable=not progress) as bar:
+        with tqdm(total=len(names), desc="HF -> torch_dist", unit="tensor", disable=not progress or None) as bar:
 
             def value_of(name: str) -> Tensor:
                 bar.update()
@@ -111,7 +111,7 @@ def convert_torch_dist_to_hf(
         for path in sorted(origin.iterdir()):
             if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHT_SUFFIXES:
                 shutil.copyfile(path, out / path.name)
-        with tqdm(total=len(hf.entries), desc="torch_dist -> HF", unit="tensor", disable=not progress) as bar:
+        with tqdm(total=len(hf.entries), desc="torch_dist -> HF", unit="tensor", disable=not progress or None) as bar:
 
             def value_of(hf_name: str) -> Tensor:
                 if _is_buffer(hf_name):

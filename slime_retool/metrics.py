@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,10 +43,12 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    def __init__(self, folder: Path) -> None:
+    """`first`: the rollout that the run begins with. What a resumed one had logged from there on is replaced."""
+
+    def __init__(self, folder: Path, first: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=first or None)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -56,19 +59,25 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """`settings` are the arguments of `wandb.init`; `key` logs in first."""
+    """`settings` are the arguments of `wandb.init`; `key` logs in first.
 
-    def __init__(self, settings: Mapping[str, Any], key: str | None) -> None:
+    The run's id is kept in `id_file`, where a run that resumes finds it and goes on with the same W&B run.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], key: str | None, id_file: Path) -> None:
         import wandb
 
         if key:
             wandb.login(key=key)
-        self._run = wandb.init(**settings)
+        if not id_file.exists():
+            id_file.write_text(os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
+        self._run = wandb.init(**settings, id=id_file.read_text(), resume="allow")
         self._run.define_metric("rollout")
         self._run.define_metric("*", step_metric="rollout")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # W&B drops what is logged below its step 0, and the evaluation before training has step -1.
+        # W&B drops what is logged below its step 0, and the evaluation before training has step -1. It also drops what
+        # a resumed run logs of steps that were there.
         self._run.log({"rollout": step, **metrics}, step=step + 1)
 
     def close(self) -> None:
@@ -76,17 +85,20 @@ class WandbTracker:
 
 
 class Metrics:
-    """All trackers of a run as one: metrics.jsonl in `folder`, `own`, TensorBoard's files there, a W&B run so set."""
+    """All trackers of a run as one: metrics.jsonl in `folder`, `own`, TensorBoard's files there, a W&B run so set.
+
+    `first`: the rollout that the run begins with, beyond 0 where it resumes an earlier one in `folder`.
+    """
 
     def __init__(
         self, folder: Path, *own: Tracker, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
-        wandb_key: str | None = None,
+        wandb_key: str | None = None, first: int = 0,
     ) -> None:  # fmt: skip
         self._trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl"), *own]
         if tensorboard:
-            self._trackers.append(TensorBoardTracker(folder / "tensorboard"))
+            self._trackers.append(TensorBoardTracker(folder / "tensorboard", first))
         if wandb is not None:
-            self._trackers.append(WandbTracker(wandb, wandb_key))
+            self._trackers.append(WandbTracker(wandb, wandb_key, folder / "wandb_id.txt"))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker in self._trackers:

@@ -111,7 +111,10 @@ class ChatReply:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """In OpenAI's form: {"id", "type": "function", "function": {"name", "arguments" (JSON text)}}."""
     finish_reason: str = "stop"
+    """"length" also where the context was full before the reply began: that is the model's failure, no outage."""
     completion_tokens: int = 0
+    reasoning: dict[str, Any] = field(default_factory=dict)
+    """The fields of the message that hold the model's thoughts; the next turn gives them back."""
 
 
 class ChatEngine(Protocol):

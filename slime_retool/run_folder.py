@@ -14,7 +14,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 RESULTS = ("metrics.jsonl", "rollouts", "eval")
-FOLLOW = ("tensorboard",)
+FOLLOW = ("tensorboard", "wandb_id.txt")
 """Written at every start; worth nothing without results."""
 
 

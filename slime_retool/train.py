@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from megatron_bridge.arithmetic import GIB
-from megatron_bridge.checkpoint import exists, prune
+from megatron_bridge.checkpoint import exists, latest_iteration, prune
 from slime_retool.config import Config, parse_config, resolve, validate
-from slime_retool.config.printable import print_command_line, wandb_settings
+from slime_retool.config.printable import changed_flags, flag_values, print_command_line, wandb_settings
+from slime_retool.config.require import as_config_error
 from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
@@ -75,19 +76,30 @@ def run(config: Config, check: ServerFlagCheck) -> None:
     with Cluster(config) as cluster, RolloutManager(config) as rollout:
         config = rollout.config  # its data say how many rollouts --num-epoch makes
         check.wait()
-        # Whether --load holds a checkpoint, as the trainers will find it: nothing else knows of earlier rollouts.
-        if config.debug_rollout_only or config.load is None or not exists(config.load):
+        first = first_rollout(config)
+        if first == 0:
             set_aside(config.output_dir)
-        with closing(trackers_of(config)) as metrics:
+        with closing(trackers_of(config, first)) as metrics:
             Loop(config, cluster, rollout, metrics).run()
 
 
-def trackers_of(config: Config) -> Metrics:
-    """metrics.jsonl, and what the flags ask for beside it."""
+def first_rollout(config: Config) -> int:
+    """The rollout to begin with: that after the checkpoint in --load, as the trainers will find it, else 0."""
+    if config.debug_rollout_only or config.load is None or not exists(config.load):
+        return 0
+    with as_config_error():
+        saved = latest_iteration(config.load)
+    return 0 if saved is None else saved + 1
+
+
+def trackers_of(config: Config, first: int = 0) -> Metrics:
+    """metrics.jsonl, and what the flags ask for beside it; `first`: the rollout that the run begins with."""
     path = config.custom_tracker_path
     own = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
     wandb, folder = wandb_settings(config), Path(config.output_dir)
-    return Metrics(folder, *own, tensorboard=config.use_tensorboard, wandb=wandb, wandb_key=config.wandb_key)
+    return Metrics(
+        folder, *own, tensorboard=config.use_tensorboard, wandb=wandb, wandb_key=config.wandb_key, first=first
+    )
 
 
 class Loop:
@@ -108,15 +120,23 @@ class Loop:
         if config.eval_interval is not None and not config.skip_eval_before_train and (first < end or end == 0):
             self._evaluate(first - 1)
         warn_of_room(config, first)
+        if first < end and config.save is not None and config.save_interval is None and not config.debug_rollout_only:
+            logger.info("--save without --save-interval: the one checkpoint is written after the last rollout")
         bar = tqdm(
             range(first, end),
             initial=first,
             total=end,
             desc="training" if config.debug_train_only else "rollouts",
-            disable=config.no_progress,
+            disable=config.no_progress or None,  # None: where stderr is no terminal
         )
         for rollout_id in bar:
-            bar.set_postfix(headline(self._step(rollout_id)))
+            metrics = self._step(rollout_id)
+            shown = headline(metrics)
+            bar.set_postfix(shown)
+            if bar.disable:
+                words = [f"{name} {value}" for name, value in shown.items()]
+                words.append(f"{metrics['perf/step_seconds']:.1f} s")
+                logger.info("rollout %d of %d: %s", rollout_id, end, ", ".join(words))
             if evaluates_after(config, rollout_id):
                 self._evaluate(rollout_id)
         # After a run with nothing left to do the last checkpoint is the one it was to go on from.
@@ -135,6 +155,10 @@ class Loop:
             first, state = cluster.trainers.start(self._num_rollout)
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
+            if first > 0:
+                logger.info("resumed at rollout %d from %s", first, config.load)
+                if changes := changed_flags(config, state.get("flags", {})):
+                    logger.info("flags that differ from the run that saved it: %s", ", ".join(changes))
         if config.num_engines:
             urls = cluster.engines.start()
             self._engine_memory = cluster.engines.memory()
@@ -178,7 +202,7 @@ class Loop:
         """Write a checkpoint, and delete old ones once those of all models are complete, which go on together.
         Returns the seconds it took."""
         config, begin = self._config, time.monotonic()
-        self._cluster.trainers.save(rollout_id, {"data": self._rollout.state_dict()})
+        self._cluster.trainers.save(rollout_id, {"data": self._rollout.state_dict(), "flags": flag_values(config)})
         if config.save_keep is not None:
             for folder in config.save_folders.values():
                 prune(folder, config.save_keep)
@@ -204,7 +228,8 @@ class Loop:
         self._metrics.log(rollout_id, metrics | {"perf/eval_seconds": time.monotonic() - begin})
         wanted = ("/accuracy", "/reward", "/loss")
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(wanted)]
-        logger.info("rollout %d: %s", rollout_id, ", ".join(shown))
+        when = "before training" if rollout_id < 0 else f"after rollout {rollout_id}"
+        logger.info("evaluation %s: %s", when, ", ".join(shown))
 
     def _validate(self) -> dict[str, float]:
         """SFT: the loss on held-out conversations."""

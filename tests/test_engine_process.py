@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -14,18 +15,21 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from sglang_utils import engine_config, processes_with
 
-from slime_retool.config import Config
+from slime_retool.config import Config, parse_config
+from slime_retool.config.engines import check_engines
 from slime_retool.engine import flag_check
+from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.engine.process import Server, ServerError, SupervisedProcess, answers, held_ports, port_was_taken
 from slime_retool.engine.server import GATHER_PREFILLS, server_environment, server_flags
-from slime_retool.errors import ConfigError
+from slime_retool.errors import ConfigError, WeightUpdateError
 
 ROOT = Path(__file__).resolve().parents[1]
 # A server with a child, and a grandchild in a session of its own; says so, then lives on.
@@ -208,6 +212,31 @@ def test_a_server_whose_port_is_taken_meanwhile_starts_on_another(tmp_path: Path
             assert answers(f"{server.url}/")
 
 
+ASKS_ITSELF = """
+import sys, threading, urllib.request
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), SimpleHTTPRequestHandler)
+thread = threading.Thread(target=server.serve_forever)
+thread.start()
+with urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/") as reply:
+    print("reached itself", reply.status, flush=True)
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy", "HTTPS_PROXY"])
+def test_servers_of_a_run_and_their_health_checks_go_past_a_proxy(name: str, tmp_path: Path, monkeypatch):
+    for each in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(each, raising=False)
+        monkeypatch.delenv(each.upper(), raising=False)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nothing listens: whoever goes there fails at once
+        monkeypatch.setenv(name, f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr("test_engine_process.SLOW_WEB_SERVER", ASKS_ITSELF)
+        with WebServer(tmp_path) as server:
+            server.wait_until_ready(lambda: "reached itself 200" in server.log_tail(), 120, "the server")
+
+
 def test_only_a_taken_port_is_worth_another_start():
     assert port_was_taken(ServerError("OSError: [Errno 98] error while attempting to bind: Address already in use"))
     assert not port_was_taken(ServerError("CUDA out of memory"))
@@ -270,6 +299,77 @@ def test_a_flag_that_holds_a_value_of_the_run_cannot_be_passed_through(name: str
     for check in (ServerFlagCheck, server_flags):
         with pytest.raises(ConfigError, match=f"{name} is set from"):
             check(config)
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--sglang-dp-size 2", r"--rollout-num-gpus\)"),
+        ("--sglang-data-parallel-size=2", r"--rollout-num-gpus\)"),
+        ("--sglang-dp 4", r"--rollout-num-gpus\)"),
+        ("--sglang-pp-size=2", "--rollout-num-gpus-per-engine"),
+        ("--sglang-pipeline-parallel-size 2", "--rollout-num-gpus-per-engine"),
+        ("--sglang-nnodes 2", "one host; .* --rollout-num-gpus-per-engine"),
+        ("--sglang-node-rank 1", "one host; .* --rollout-num-gpus-per-engine"),
+        ("--sglang-tp 2", "--rollout-num-gpus-per-engine"),
+        ("--sglang-tensor-parallel-size=2", "--rollout-num-gpus-per-engine"),
+        ("--sglang-base-gpu-id 1", "GPUs that the run gives"),
+        ("--sglang-config server.yaml", "--sglang-FLAG VALUE"),
+    ],
+)
+def test_engines_of_another_world_are_refused_with_what_to_use_instead(flag: str, instead: str):
+    config = parse_config(flag.split())
+    with pytest.raises(ConfigError, match=f"{re.split('[ =]', flag)[0]} .*{instead}"):
+        check_engines(config)
+
+
+def test_the_world_that_engines_have_anyway_may_be_named():
+    check_engines(parse_config("--sglang-dp-size 1 --sglang-pp-size=1 --sglang-nnodes 1 --sglang-node-rank 0".split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "numbers"),
+    [
+        ("--sglang-cuda-graph-max-bs 256", "256 is below the 512"),
+        ("--sglang-cuda-graph-max-bs-decode=256 --over-sampling-batch-size 96", "256 is below the 768"),
+        ("--sglang-cuda-graph-bs 8 256 64 --sglang-server-concurrency 300", "256 is below the 300"),
+        ("--sglang-cuda-graph-max-bs 256 --rollout-num-gpus 2", None),
+        ("--sglang-cuda-graph-max-bs 256 --sglang-server-concurrency 256", None),
+        ("--sglang-cuda-graph-max-bs 512", None),
+        ("", None),
+    ],
+)
+def test_graphs_smaller_than_the_requests_in_flight_are_warned_of_once_with_both_numbers(flags, numbers, caplog):
+    sizes = "--rollout-batch-size 64 --n-samples-per-prompt 8 --sglang-server-concurrency 1000"
+    check_engines(parse_config([*sizes.split(), *flags.split()]))
+    assert len(caplog.messages) == (numbers is not None)
+    assert numbers is None or numbers in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (b'{"error": {"message": "dp_size must be 1"}}', "dp_size must be 1"),
+        (b"dp_size must be 1", "dp_size must be 1"),
+        (b"Internal Server Error", "end of its log"),
+        (b"", "end of its log"),
+    ],
+)
+def test_what_a_server_refuses_is_shown_with_its_reason_or_where_it_stands(body: bytes, shown: str):
+    class Refuses(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(500)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with pytest.raises(WeightUpdateError, match=f"HTTP 500: .*{shown}"):
+                EngineAdmin(f"http://127.0.0.1:{server.server_port}", timeout=60).pause()
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ from slime_retool.commands.eval import main as eval_main
 from slime_retool.config import Config, flag
 from slime_retool.config.validate import check_batches
 from slime_retool.engine.server import kv_tokens
-from slime_retool.errors import ConfigError, EngineError
-from slime_retool.rollout.chat_endpoint import ChatEndpoint
+from slime_retool.errors import ConfigError, EngineError, ToolUnavailable
+from slime_retool.rollout.chat_endpoint import ChatEndpoint, _is_near
 from slime_retool.rollout.context import use_context
+from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.eval_metrics import set_metrics
 from slime_retool.rollout.evaluate import evaluate
+from slime_retool.rollout.failure_log import FailureLog
 from slime_retool.rollout.statistics import majority_at_k, pass_at_k
 from slime_retool.tool_use import LoopBudgets, Tool, ToolRegistry, run_chat_loop
 from slime_retool.types import Sample, SampleStatus
@@ -300,6 +303,189 @@ async def test_an_overloaded_endpoint_is_tried_again_and_a_refusal_is_not(monkey
     async with endpoint(503) as (client, seen):
         with pytest.raises(EngineError, match="failed 2 times"):
             await client.chat([], PARAMS, [])
+
+
+def refusal(text: str, status: int = 400) -> web.Response:
+    return web.json_response({"error": {"message": text}}, status=status)
+
+
+@asynccontextmanager
+async def strict_endpoint(
+    refuses: Callable[[dict[str, Any]], str | None], answer: dict[str, Any]
+) -> AsyncIterator[tuple[ChatEndpoint, list[dict[str, Any]]]]:
+    """A server that refuses with what `refuses` says of a request."""
+    seen: list[dict[str, Any]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(body := await request.json())
+        text = refuses(body)
+        return web.json_response(answer) if text is None else refusal(text)
+
+    async with served(handle) as client:
+        yield client, seen
+
+
+NEWER = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+
+
+async def test_a_model_that_refuses_max_tokens_is_asked_with_max_completion_tokens_from_then_on():
+    async with strict_endpoint(lambda body: NEWER if "max_tokens" in body else None, reply("yes")) as (client, seen):
+        for _ in range(2):
+            assert (await client.chat([], PARAMS, [])).content == "yes"
+    asked = [{name: body[name] for name in body if name.startswith("max")} for body in seen]
+    assert asked == [{"max_tokens": 100}, {"max_completion_tokens": 100}, {"max_completion_tokens": 100}]
+
+
+async def test_every_sampling_parameter_that_was_set_is_sent_and_no_other():
+    async with endpoint(reply("yes")) as (client, seen):
+        await client.chat([], {**PARAMS, "top_k": -1}, [])
+        await client.chat([], {**PARAMS, "top_k": 20, "stop": ["x"], "stop_token_ids": [7]}, [])
+    assert not {"top_k", "stop", "stop_token_ids"} & seen[0].keys()
+    assert (seen[1]["top_k"], seen[1]["stop"], seen[1]["stop_token_ids"]) == (20, ["x"], [7])
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_the_models_thoughts_are_given_back_with_its_calls(name: str):
+    thought = reply("", [call("double", '{"n": 4}')])
+    thought["choices"][0]["message"][name] = "four times two"
+    registry = doubler()
+    async with endpoint(thought, reply("8")) as (client, seen):
+        budgets = LoopBudgets(max_response_tokens=100)
+        await run_chat_loop(client, registry, Sample(prompt="go"), PARAMS, budgets, registry.schemas())
+    assert seen[1]["messages"][1][name] == "four times two"
+    assert not {"reasoning_content", "reasoning"} & seen[0]["messages"][0].keys()
+
+
+FULL = [
+    "This model's maximum context length is 8192 tokens. However, your messages resulted in 9001 tokens.",
+    "The input (9001 tokens) is longer than the model's context length (8192 tokens).",
+    "prompt is too long: 9001 tokens > 8192 maximum",
+    "the request exceeds the available context size, try increasing it",
+    "Your input exceeds the context window of this model.",
+    "'max_tokens' or 'max_completion_tokens' is too large: 90. This model's maximum context length is 8192 tokens",
+]
+
+
+@pytest.mark.parametrize("text", FULL)
+async def test_a_full_context_cuts_the_answer_and_is_no_outage(text: str):
+    registry, budgets = doubler(), LoopBudgets(max_response_tokens=100)
+
+    def refuses(body: dict[str, Any]) -> str | None:
+        return text if len(body["messages"]) > 1 else None
+
+    async with strict_endpoint(refuses, reply("first", [call("double", '{"n": 4}')])) as (client, _):
+        sample = await run_chat_loop(client, registry, Sample(prompt="go"), PARAMS, budgets, registry.schemas())
+    assert sample.status is SampleStatus.TRUNCATED and sample.response.startswith("first") and sample.error is None
+
+
+@pytest.mark.parametrize("status", [401, 404, 429, 500, 503])
+async def test_an_outage_is_no_full_context(status: int, monkeypatch):
+    monkeypatch.setattr("slime_retool.rollout.chat_endpoint.BACKOFF_SECONDS", 0.01)
+
+    async def handle(_: web.Request) -> web.Response:
+        return refusal("no such key, no such model, no capacity", status)
+
+    async with served(handle) as client:
+        budgets = LoopBudgets(max_response_tokens=100)
+        with pytest.raises(EngineError, match=f"HTTP {status}: .*no capacity"):
+            await run_chat_loop(client, ToolRegistry(), Sample(prompt="go"), PARAMS, budgets, [])
+
+
+async def test_a_budget_beyond_the_context_is_no_failure_while_there_is_room():
+    async with strict_endpoint(lambda body: FULL[-1] if "max_tokens" in body else None, reply("yes")) as (client, seen):
+        assert (await client.chat([], PARAMS, [])).content == "yes" and len(seen) == 2
+
+
+async def test_samples_that_failed_are_told_of_in_one_line(tmp_path, caplog):
+    context = scripted_context(make_config(tmp_path), lambda text, n: text if n > 7 else EngineError("HTTP 403: no"))
+    async with use_context(context):
+        await evaluate(context, {"one": [Sample(prompt=p) for p in ("ab", "cd", "ef", "gh", "ij")]})
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("evaluate")]
+    assert line == (
+        "evaluation set 'one': 7 of 10 samples failed and are no part of its metrics; 7 of them with: "
+        "engine: HTTP 403: no"
+    )
+
+
+async def test_samples_that_fail_alike_are_one_warning_for_each_boundary_with_their_number(tmp_path, caplog):
+    def answer(text: str, number: int) -> Any:
+        return text if number > 58 else EngineError("gone") if number % 2 else ToolUnavailable("sandbox is down")
+
+    context = scripted_context(make_config(tmp_path), answer)
+    async with use_context(context):
+        await evaluate(context, {"one": [Sample(prompt=chr(97 + n % 26) * (1 + n // 26)) for n in range(40)]})
+    warned = [record.getMessage() for record in caplog.records if record.name.endswith("failure_log")]
+    assert [re.sub(r"sample \d+", "sample N", text) for text in warned] == [
+        "sample N failed at the engine: gone",
+        "sample N failed at the tool: sandbox is down",
+        "and 28 more failed at the engine",
+        "and 28 more failed at the tool",
+    ]
+
+
+def test_a_failure_that_goes_on_is_warned_of_again_with_the_number_since(monkeypatch, caplog):
+    clock = [100.0]
+    monkeypatch.setattr("slime_retool.rollout.failure_log.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with FailureLog() as failures:
+        for second in range(25):
+            clock[0] = 100.0 + second
+            failures.add("engine", f"sample {second} failed")
+    assert caplog.messages == [
+        "sample 0 failed", "sample 10 failed (and 9 more before)", "sample 20 failed (and 9 more before)",
+        "and 4 more failed at the engine",
+    ]  # fmt: skip
+
+
+@asynccontextmanager
+async def counting_proxy(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
+    """The proxy that the environment names, which answers itself; the addresses that it was asked for."""
+    asked: list[str] = []
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        asked.append(request.raw_path if request.method == "CONNECT" else str(request.url))
+        return web.json_response(reply("by proxy"), status=502 if request.method == "CONNECT" else 200)
+
+    runner = web.ServerRunner(web.Server(handle))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        yield asked
+    finally:
+        await runner.cleanup()
+
+
+def chat_client(url: str) -> ChatEndpoint:
+    return ChatEndpoint(url, "m", api_key="k", concurrency=1, timeout=60, retries=0)
+
+
+async def test_an_external_chat_api_is_reached_through_the_environments_proxy(monkeypatch):
+    async with counting_proxy(monkeypatch) as asked:
+        async with chat_client("http://api.example.com/v1") as client:
+            assert (await client.chat([], PARAMS, [])).content == "by proxy"
+        async with chat_client("https://api.example.com/v1") as client:
+            with pytest.raises(EngineError, match="502"):
+                await client.chat([], PARAMS, [])
+        assert asked == ["http://api.example.com/v1/chat/completions", "api.example.com:443"]
+        monkeypatch.setenv("no_proxy", "example.invalid")
+        async with chat_client("http://api.example.invalid/v1") as client:
+            with pytest.raises(EngineError, match="Cannot connect"):
+                await client.chat([], PARAMS, [])
+        assert len(asked) == 2
+
+
+async def test_servers_on_this_host_or_network_are_never_asked_through_a_proxy(monkeypatch):
+    async with counting_proxy(monkeypatch) as asked, endpoint(reply("directly")) as (client, _):
+        assert (await client.chat([], PARAMS, [])).content == "directly"
+        async with RouterClient(client._url, concurrency=1, timeout=60, retries=0) as router:
+            assert (await router.post("/chat/completions", {}))["choices"][0]["message"]["content"] == "directly"
+        assert asked == []
+    near = ("http://localhost:8000/v1", "http://node7:8000/v1", "http://10.1.2.3/v1", "http://[::1]:8/v1")
+    far = ("https://api.example.com/v1", "http://8.8.8.8/v1")
+    assert [_is_near(url) for url in (*near, *far)] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize(

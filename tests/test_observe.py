@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
+from megatron_bridge.checkpoint import write_latest
 from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.config.printable import wandb_settings
 from slime_retool.metrics import JsonlTracker, Metrics, read_metrics
 from slime_retool.run_folder import set_aside
+from slime_retool.train import first_rollout, trackers_of
 
 
 def log(path: Path, *rows: tuple[int, dict[str, float]]) -> None:
@@ -58,6 +64,53 @@ def test_wandb_keeps_the_evaluation_before_training(tmp_path: Path, monkeypatch)
     while time.monotonic() < deadline and names[-1] not in written.read_bytes():
         time.sleep(0.05)  # a process of W&B's own writes it
     assert [name for name in names if name in written.read_bytes()] == list(names)
+
+
+def test_a_resumed_run_goes_on_with_the_same_wandb_run_and_another_one_does_not(tmp_path: Path, monkeypatch):
+    begun: list[dict[str, Any]] = []
+    monkeypatch.setattr("wandb.init", lambda **settings: begun.append(settings) or MagicMock())
+    config = Config(output_dir=str(tmp_path), use_wandb=True, load=str(tmp_path / "ckpt"))
+
+    def run(first: int) -> None:
+        with closing(trackers_of(config, first)) as metrics:
+            metrics.log(first, {"loss": 1.0})
+
+    run(0)
+    run(4)
+    run(5)
+    assert set_aside(str(tmp_path)) is not None  # the next one resumes nothing
+    run(0)
+    one, two, three, other = (settings["id"] for settings in begun)
+    assert one == two == three != other and {settings["resume"] for settings in begun} == {"allow"}
+
+
+def test_a_wandb_run_that_the_environment_names_is_the_one_that_is_resumed(tmp_path: Path, monkeypatch):
+    begun: list[dict[str, Any]] = []
+    monkeypatch.setattr("wandb.init", lambda **settings: begun.append(settings) or MagicMock())
+    for name in ("mine", ""):
+        monkeypatch.setenv("WANDB_RUN_ID", name)
+        Metrics(tmp_path, wandb={}).close()
+    assert [settings["id"] for settings in begun] == ["mine", "mine"]
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once_and_as_it_was_last(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = Config(output_dir=str(tmp_path), use_tensorboard=True)
+    for first, steps, loss in ((0, range(6), 1.0), (4, range(4, 8), 2.0)):  # saved after 3, killed after 5
+        with closing(trackers_of(config, first)) as metrics:
+            for step in steps:
+                metrics.log(step, {"loss": loss})
+        time.sleep(1.1)  # files are read in the order of their names, which hold seconds
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in shown] == [(step, 1.0 + (step >= 4)) for step in range(8)]
+
+
+def test_a_run_begins_after_the_rollout_that_was_saved(tmp_path: Path):
+    config = Config(load=str(tmp_path))
+    assert first_rollout(config) == 0
+    write_latest(tmp_path, 7)
+    assert first_rollout(config) == 8 and first_rollout(replace(config, debug_rollout_only=True)) == 0
 
 
 def test_a_transcript_that_is_being_written_can_be_viewed(tmp_path: Path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -78,7 +80,7 @@ MODEL = {
 def loop(tmp_path: Path, parts: Parts, **values: Any) -> Loop:
     folders = {"save": str(tmp_path / "new"), "load": str(tmp_path / "old"), "save_hf": str(tmp_path / "hf")}
     values = MODEL | folders | {"num_rollout": 2} | values
-    config = Config(hf_checkpoint="model", output_dir=str(tmp_path), no_progress=True, **values)
+    config = Config(hf_checkpoint="model", output_dir=str(tmp_path), **{"no_progress": True} | values)
     return Loop(config, parts, parts, Metrics(tmp_path))
 
 
@@ -108,6 +110,63 @@ def test_the_exported_checkpoint_is_the_last_one_there_is(first, values, source,
     monkeypatch.setattr(convert, "convert_torch_dist_to_hf", lambda source, *_, **__: exported.append(source))
     loop(tmp_path, Parts(first=first), **values).run()
     assert exported == ([] if source is None else [str(tmp_path / source)])
+
+
+def test_a_resumed_run_says_where_it_goes_on_and_which_flags_have_changed(tmp_path: Path, caplog):
+    caplog.set_level("INFO")
+    kept: dict[str, Any] = {}
+
+    class Resumed(Parts):
+        def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+            kept.update(json.loads(json.dumps(extra)))
+
+        @property
+        def trainers(self) -> SimpleNamespace:
+            trainers = super().trainers
+            trainers.start = lambda num_rollout: (self.first, {"flags": kept["flags"]} if kept else {})
+            return trainers
+
+    values = {"save_hf": None, "wandb_key": "s3cret", "rollout_num_gpus": 1}
+    loop(tmp_path, Resumed(), **values).run()
+    assert "resumed" not in caplog.text and "s3cret" not in json.dumps(kept)
+    loop(tmp_path, Resumed(first=2), num_rollout=2, **values).run()
+    assert f"resumed at rollout 2 from {tmp_path / 'old'}" in caplog.text and "differ" not in caplog.text
+    flags = {"lr": 3e-6, "load": "elsewhere", "sglang_server_flags": {"--enable-metrics": []}}
+    loop(tmp_path, Resumed(first=2), num_rollout=4, **values, **flags).run()
+    (line,) = [record.getMessage() for record in caplog.records if "differ" in record.getMessage()]
+    changes = ["--lr 1e-06 -> 3e-06", "--num-rollout 2 -> 4", "--sglang-* {} -> {'--enable-metrics': []}"]
+    assert sorted(line.split(": ", 1)[1].split(", ")) == changes
+
+
+@pytest.mark.parametrize("no_progress", [True, False])
+def test_without_a_terminal_each_rollout_is_a_line_with_its_metrics_and_there_are_no_bars(
+    no_progress: bool, tmp_path: Path, caplog, capsys
+):
+    class Trained(Parts):
+        def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+            return {"train/loss": 0.5 - rollout_id, "train/hidden": 1.0}
+
+        def evaluate(self, rollout_id: int) -> dict[str, float]:
+            return {"eval/set/accuracy": 0.25}
+
+    caplog.set_level("INFO")
+    values = {"eval_interval": 2, "save_hf": None, "eval_prompt_data": ["set", "set.jsonl"]}
+    loop(tmp_path, Trained(), **values, no_progress=no_progress).run()
+    lines = [message for message in caplog.messages if re.match("rollout|evaluation", message)]
+    assert [re.sub(r"[0-9.]+ s$", "", line) for line in lines] == [
+        "evaluation before training: set 0.250".replace("set", "eval/set/accuracy"),
+        "rollout 0 of 2: loss 0.5, ",
+        "rollout 1 of 2: loss -0.5, ",
+        "evaluation after rollout 1: eval/set/accuracy 0.250",
+    ]
+    assert "-1:" not in caplog.text and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("interval", "said"), [(None, True), (1, False)])
+def test_a_run_that_saves_only_at_its_end_says_so_at_its_start(interval, said, tmp_path: Path, caplog):
+    caplog.set_level("INFO")
+    loop(tmp_path, Parts(), save_interval=interval, save_hf=None).run()
+    assert ("the one checkpoint is written after the last rollout" in caplog.text) == said
 
 
 class SavingParts(Parts):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+
 from megatron_bridge.model_config import nearest_divisor
 from slime_retool.config.config import Config
 from slime_retool.config.groups import TRANSPORTS
@@ -9,11 +12,76 @@ from slime_retool.config.require import require
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function
 
+logger = logging.getLogger(__name__)
+
+# Flags of a server that hold a value of the run; the right-hand side says where to set it instead.
+OWNED_FLAGS = {
+    "--model-path": "--hf-checkpoint",
+    "--model": "--hf-checkpoint",
+    "--host": "the engine's own address",
+    "--port": "a free port, chosen at start",
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "--rollout-num-gpus-per-engine"),
+    "--device": "--device",
+    "--random-seed": "--seed",
+    "--context-length": "--rollout-max-context-len",
+    "--api-key": "nothing (the run's own requests carry no key)",
+    "--admin-api-key": "nothing (the run's own requests carry no key)",
+    "--weight-version": "the count of weight updates",
+    "--custom-weight-loader": "the loader that computes checksums",
+    "--mem-fraction-static": "--sglang-mem-fraction-static",
+    "--max-total-tokens": "--sglang-max-total-tokens",
+    "--base-gpu-id": "the GPUs that the run gives to the engine",
+    "--gpu-id-step": "the GPUs that the run gives to the engine",
+    "--config": "the command line: give each flag as --sglang-FLAG VALUE",
+}
+GRAPH_FLAGS = {"--cuda-graph-max-bs", "--cuda-graph-max-bs-decode", "--cuda-graph-bs", "--cuda-graph-bs-decode"}
+MORE_ENGINES = "for more throughput start more engines (--rollout-num-gpus)"
+LARGER_ENGINES = "spread a model over more GPUs by --rollout-num-gpus-per-engine"
+ONE_HOST = f"an engine runs on one host; {LARGER_ENGINES}"
+# Flags that make a server's world another than --rollout-num-gpus-per-engine tensor-parallel workers, above these.
+WORLD_FLAGS = {
+    **dict.fromkeys(("--dp-size", "--data-parallel-size", "--dp"), (1, f"replicas take none; {MORE_ENGINES}")),
+    **dict.fromkeys(("--pp-size", "--pipeline-parallel-size", "--pp"), (1, f"stages take none; {LARGER_ENGINES}")),
+    "--nnodes": (1, ONE_HOST),
+    "--node-rank": (0, ONE_HOST),
+}
+
+
+def check_server_flags(config: Config) -> None:
+    """Raise ConfigError for an undeclared flag that collides with a value of the run, or with its weight updates."""
+    for name, values in config.sglang_server_flags.items():
+        flag = f"--sglang-{name.removeprefix('--')}"
+        if name in OWNED_FLAGS:
+            raise ConfigError(f"{flag} cannot be passed through: {name} is set from {OWNED_FLAGS[name]}")
+        most, instead = WORLD_FLAGS.get(name, (0, ""))
+        require(
+            not instead or not (values and values[0].isdecimal()) or int(values[0]) <= most,
+            f"{flag} must be at most {most}, got {' '.join(values)}: weight updates go to an engine's tensor-parallel "
+            f"workers, {instead}",
+        )
+
+
+def _warn_of_graphs(config: Config) -> None:
+    """Say where an engine decodes more requests at once than its CUDA graphs hold: two to three times slower."""
+    prompts = max(config.rollout_batch_size or 0, config.over_sampling_batch_size or 0)
+    samples = math.ceil(prompts * config.n_samples_per_prompt / max(1, config.num_engines))
+    running = min(samples, config.sglang_server_concurrency)
+    for name in GRAPH_FLAGS & config.sglang_server_flags.keys():
+        sizes = [int(value) for value in config.sglang_server_flags[name] if value.isdecimal()]
+        if sizes and max(sizes) < running:
+            logger.warning(
+                "--sglang-%s %d is below the %d requests that each engine gets at once: larger batches decode without "
+                "CUDA graphs, two to three times slower; raise it to %d, or lower --sglang-server-concurrency to %d",
+                name.removeprefix("--"), max(sizes), running, running, max(sizes),
+            )  # fmt: skip
+
 
 def check_engines(config: Config) -> None:
     """Engines, their GPUs and how weights reach them. ConfigError at the first rule that is broken."""
     if config.debug_train_only:
         return
+    check_server_flags(config)
+    _warn_of_graphs(config)
     per_engine = config.rollout_num_gpus_per_engine
     total = config.rollout_num_gpus or (config.world_size if config.colocate else per_engine)
     if total % per_engine:

@@ -524,7 +524,7 @@ class TrackingArgs:
     )
     dump_rollouts_every: int = flag(1, min=1, metavar="N", help="Dump only every Nth rollout, from the first on.")
     dump_rollouts_keep: int | None = flag(None, min=1, metavar="N", help="Delete all dumps but the newest N.")
-    no_progress: bool = flag(False, help="No progress bars.")
+    no_progress: bool = flag(False, help="No progress bars (only a terminal gets any): a line for each rollout.")
     use_wandb: bool = flag(False, help="Log to Weights & Biases.")
     wandb_project: str | None = flag(None, help="W&B project.")
     wandb_group: str | None = flag(None, help="W&B group.")

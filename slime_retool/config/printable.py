@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_bridge import flags
@@ -34,12 +36,29 @@ def wandb_settings(config: Config) -> dict[str, Any] | None:
     """Arguments of `wandb.init`; None without --use-wandb."""
     if not config.use_wandb:
         return None
-    values = flags.public_values(config, *config.hook_args)
     return {
         "project": config.wandb_project,
         "group": config.wandb_group,
         "name": config.wandb_name,
         "mode": config.wandb_mode,
         "dir": config.output_dir,
-        "config": values | {"sglang_server_flags": config.sglang_server_flags},
+        "config": flag_values(config),
     }
+
+
+def flag_values(config: Config) -> dict[str, Any]:
+    """The value of each flag but secrets, by its field's name; what is handed to the servers under one name."""
+    return flags.public_values(config, *config.hook_args) | {"sglang_server_flags": config.sglang_server_flags}
+
+
+def changed_flags(config: Config, before: Mapping[str, Any]) -> list[str]:
+    """Where `config` differs from `before`, its `flag_values` of an earlier run as JSON keeps them: "--lr 0.1 -> 0.2".
+
+    --load is left out: every resumed run has it.
+    """
+    now = json.loads(json.dumps(flag_values(config)))
+    return [
+        f"{'--sglang-*' if name == 'sglang_server_flags' else flags.option_name(name)} {before[name]} -> {value}"
+        for name, value in now.items()
+        if name != "load" and name in before and before[name] != value
+    ]

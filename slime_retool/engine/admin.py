@@ -188,7 +188,9 @@ class EngineAdmin:
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace").strip()
             reply = _parsed(text)
-            message = reply.get("message") or reply.get("error") or text or "(no message)"
+            message = reply.get("message") or reply.get("error") or text or "no reason"
+            if message in ("no reason", "Internal Server Error"):
+                message += "; the end of its log says more (logs/engine_N.log in --output-dir)"
             raise WeightUpdateError(f"{self.url}{path} answered HTTP {error.code}: {message}") from error
         except TimeoutError as error:
             raise WeightUpdateError(f"{self.url}{path} did not answer within {self.timeout:g} s") from error

@@ -14,8 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from slime_retool.config import Config
+from slime_retool.config.engines import check_server_flags
 from slime_retool.engine.process import SupervisedProcess
-from slime_retool.engine.server import check_owned, server_environment
+from slime_retool.engine.server import server_environment
 from slime_retool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,9 @@ class ServerFlagCheck(ExitStack[None]):
     """
 
     def __init__(self, config: Config) -> None:
-        """Start asking. Raises ConfigError for a flag that collides with a value of the run (`OWNED_FLAGS`)."""
+        """Start asking. Raises ConfigError for a flag that is not the user's to give (`check_server_flags`)."""
         super().__init__()
-        check_owned(config)
+        check_server_flags(config)
         self._words = [word for name, values in config.sglang_server_flags.items() for word in (name, *values)]
         self._process: SupervisedProcess | None = None
         if not self._words or config.rollout_external_urls or config.num_engines == 0:

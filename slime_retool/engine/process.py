@@ -25,6 +25,8 @@ TAIL_LINES = 25
 PORT_TRIES = 4
 # What the log of a server says when another process took its port between our choice and its bind.
 PORT_TAKEN = ("address already in use", "addrinuse", "port is not available", "is already in use")
+PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy")
+"""Environment variables, in either case, that lead to a proxy; one does not reach addresses of a host or cluster."""
 
 direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Reaches servers of the run, whatever proxy the environment names."""
@@ -80,7 +82,8 @@ class SupervisedProcess:
     def __init__(
         self, command: list[str], *, log_path: Path, environment: Mapping[str, str], grace: float = 5.0
     ) -> None:
-        """Start at once. `environment` is the whole environment; `grace`: seconds between SIGTERM and SIGKILL."""
+        """Start at once. `environment` is the whole environment, of which proxies are left out: a server speaks to
+        servers of the run. `grace`: seconds between SIGTERM and SIGKILL."""
         self.log_path, self._grace = log_path, grace
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._lifeline = os.pipe()
@@ -92,7 +95,7 @@ class SupervisedProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=dict(environment),
+                    env={name: value for name, value in environment.items() if name.lower() not in PROXIES},
                     pass_fds=(read_end,),
                     start_new_session=True,
                 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import slime_retool
 from slime_retool.config import Config
+from slime_retool.config.engines import check_server_flags
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.process import Server
@@ -47,34 +48,6 @@ sends nothing twice, so a rollout's first requests would meet connections that t
 SPARE_CONTEXT = 8
 """SGLang keeps a position or two of the context for itself."""
 
-# Flags that hold a value of the run; the right-hand side says where to set it instead.
-OWNED_FLAGS = {
-    "--model-path": "--hf-checkpoint",
-    "--model": "--hf-checkpoint",
-    "--host": "the engine's own address",
-    "--port": "a free port, chosen at start",
-    "--tp-size": "--rollout-num-gpus-per-engine",
-    "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
-    "--device": "--device",
-    "--random-seed": "--seed",
-    "--context-length": "--rollout-max-context-len",
-    "--api-key": "nothing (the run's own requests carry no key)",
-    "--admin-api-key": "nothing (the run's own requests carry no key)",
-    "--weight-version": "the count of weight updates",
-    "--custom-weight-loader": "the loader that computes checksums",
-    "--mem-fraction-static": "--sglang-mem-fraction-static",
-    "--max-total-tokens": "--sglang-max-total-tokens",
-}
-
-
-def check_owned(config: Config) -> None:
-    """Raise ConfigError for an undeclared flag that collides with a value of the run (`OWNED_FLAGS`)."""
-    for name in config.sglang_server_flags:
-        if name in OWNED_FLAGS:
-            raise ConfigError(
-                f"--sglang-{name.removeprefix('--')} cannot be passed through: {name} is set from {OWNED_FLAGS[name]}"
-            )
-
 
 def engine_workers(config: Config) -> int:
     """Tensor-parallel workers of one engine; a CPU has one."""
@@ -86,7 +59,7 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
 
     ConfigError for an undeclared flag that collides with a value of the run, and without --hf-checkpoint.
     """
-    check_owned(config)
+    check_server_flags(config)
     if config.hf_checkpoint is None:
         raise ConfigError("an engine needs --hf-checkpoint: weights, tokenizer and config to start from")
     flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from slime_retool.rollout.hooks import USABLE, Hooks, run_all, run_sample
 from slime_retool.rollout.sampling import evaluation_sampling_params
 from slime_retool.rollout.transcripts import Transcripts
 from slime_retool.types import Sample
+
+logger = logging.getLogger(__name__)
 
 
 async def evaluate(
@@ -45,8 +49,9 @@ async def evaluate(
     }
     total = sum(map(len, copies.values()))
     with (
+        hooks.failures,
         ExitStack() as files,
-        tqdm(total=total, desc="evaluation", unit="sample", leave=False, disable=config.no_progress) as bar,
+        tqdm(total=total, desc="evaluation", unit="sample", leave=False, disable=config.no_progress or None) as bar,
     ):
         transcripts = {}
         for name, samples in eval_sets.items():
@@ -76,6 +81,12 @@ async def evaluate(
         if not any(sample.status in USABLE for sample in done):
             error = next((sample.error for sample in done if sample.error), "samples were aborted")
             raise RolloutError(f"evaluation set {name!r}: none of {len(done)} samples could be scored; {error}")
+        if errors := Counter(sample.error or "aborted" for sample in done if sample.status not in USABLE):
+            error, times = errors.most_common(1)[0]
+            logger.warning(
+                "evaluation set %r: %d of %d samples failed and are no part of its metrics; %d of them with: %s",
+                name, sum(errors.values()), len(done), times, error,
+            )  # fmt: skip
         metrics |= await asyncio.to_thread(set_metrics, name, done, config)
     return metrics
 

@@ -17,6 +17,7 @@ from slime_retool.config import Config
 from slime_retool.errors import RolloutError
 from slime_retool.protocols import GenerateFn, load_function
 from slime_retool.reward.runner import RewardRunner
+from slime_retool.rollout.failure_log import FailureLog
 from slime_retool.types import Sample, SampleStatus, Span, timed
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class Hooks:
     generate_path: str
     reward_path: str
     reward_time: BusyTime = field(default_factory=BusyTime)
+    failures: FailureLog = field(default_factory=FailureLog)
+    """Whoever loads the hooks closes it after the last sample."""
 
     @classmethod
     def load(cls, config: Config) -> Hooks:
@@ -101,7 +104,7 @@ async def run_sample(
     except RolloutError as error:
         sample.status = SampleStatus.FAILED
         sample.error = f"{error.boundary}: {error}"
-        logger.warning("sample %d failed at the %s", sample.index, sample.error, exc_info=error.__cause__)
+        hooks.failures.add(error.boundary, f"sample {sample.index} failed at the {sample.error}", error.__cause__)
     except Exception:
         logger.error("%s raised at sample %d; this ends the rollout", where, sample.index)
         raise

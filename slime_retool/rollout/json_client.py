@@ -14,6 +14,10 @@ from slime_retool.errors import EngineError
 C = TypeVar("C", bound="JsonClient")
 
 
+class Refused(EngineError):
+    """The server does not take this request, however often it is sent: HTTP 4xx, but 429."""
+
+
 @dataclass(slots=True)
 class EngineStats:
     """What a client has asked for since it was made, or since `take_stats`."""
@@ -38,6 +42,7 @@ class JsonClient:
         backoff: float = 0.5,
         backoff_limit: float = 10.0,
         headers: dict[str, str] | None = None,
+        use_proxies: bool = False,
     ) -> None:
         """
         Args:
@@ -47,6 +52,7 @@ class JsonClient:
             retries: further tries after a connection error, HTTP 429 or 5xx; a timeout is not tried again.
             backoff: seconds before the first further try, doubled each time (with jitter, at most `backoff_limit`). A
                 longer `Retry-After` is kept.
+            use_proxies: go by the proxies that the environment names, and by its no_proxy.
         """
         self._url = url.rstrip("/")
         self._places = asyncio.Semaphore(concurrency)
@@ -55,12 +61,13 @@ class JsonClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # `concurrency` is the limit
             headers=headers,
+            trust_env=use_proxies,
             timeout=aiohttp.ClientTimeout(total=timeout),
         )
         self._stats = EngineStats()
 
     async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
-        """The reply's JSON. Raises EngineError when there is none after all tries."""
+        """The reply's JSON. Raises EngineError when there is none after all tries, Refused when more would not help."""
         url, problem, asked = self._url + path, "", 0.0
         self._stats.requests += 1
         async with self._places:
@@ -76,7 +83,7 @@ class JsonClient:
                             return await response.json(content_type=None)
                         problem = f"HTTP {response.status}: {(await response.text())[:500].strip()}"
                         if response.status != 429 and response.status < 500:
-                            raise EngineError(f"{url} refused the request: {problem}")
+                            raise Refused(f"{url} refused the request: {problem}")
                         after = response.headers.get("Retry-After", "")
                         asked = float(after) if after.isdigit() else 0.0
                 except asyncio.TimeoutError as error:

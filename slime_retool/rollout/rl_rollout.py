@@ -118,7 +118,7 @@ class _Sampling:
             desc=f"rollout {self._rollout_id}",
             unit="group",
             leave=False,
-            disable=self._config.no_progress,
+            disable=self._config.no_progress or None,
         )
         try:
             while len(self.kept) < self._target:
@@ -135,6 +135,7 @@ class _Sampling:
             self._num_returned = len(unused)
         finally:
             bar.close()
+            self.hooks.failures.close()
             await cancel(list(running))
 
     def metrics(self) -> dict[str, float]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 
 from slime_retool.errors import DataError
 from slime_retool.protocols import DataSource
 from slime_retool.rollout.context import RolloutContext
+from slime_retool.rollout.failure_log import FailureLog
 from slime_retool.rollout.sft_tokens import ConversationTokenizer
 from slime_retool.types import RolloutBatch, Sample, TrainSample
-
-logger = logging.getLogger(__name__)
 
 
 async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
@@ -24,10 +22,11 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     Raises DataError when `max_sampling_rounds` times as many rows did not fill the batch.
     """
     # In a thread: rendering is pure CPU work and must not hold the event loop.
-    return await asyncio.to_thread(_make_batch, context, data)
+    with FailureLog() as failures:
+        return await asyncio.to_thread(_make_batch, context, data, failures)
 
 
-def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
+def _make_batch(context: RolloutContext, data: DataSource, failures: FailureLog) -> RolloutBatch:
     config = context.config
     assert config.rollout_batch_size is not None
     tokenize = ConversationTokenizer(config.tool_format, context.tokenizer)
@@ -51,7 +50,7 @@ def _make_batch(context: RolloutContext, data: DataSource) -> RolloutBatch:
                 train_sample = to_train_sample(tokenize, sample)
             except DataError as error:
                 refused, reason = refused + 1, str(error)
-                logger.warning("conversation %d left out: %s", sample.index, error)
+                failures.add("data", f"conversation {sample.index} left out: {error}")
                 continue
             if config.fits_context(train_sample.length):
                 kept.append(train_sample)

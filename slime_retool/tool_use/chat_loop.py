@@ -46,7 +46,7 @@ async def run_chat_loop(
             used += reply.completion_tokens
             sample.num_turns += 1
             called = {"tool_calls": reply.tool_calls} if reply.tool_calls else {}
-            messages.append({"role": "assistant", "content": reply.content, **called})
+            messages.append({"role": "assistant", "content": reply.content, **reply.reasoning, **called})
             if reply.finish_reason == "length":
                 sample.status = SampleStatus.TRUNCATED
             elif not reply.tool_calls:
