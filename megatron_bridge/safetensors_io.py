@@ -36,24 +36,47 @@ class TensorEntry:
 class SafetensorsCheckpoint:
     """The weights of a checkpoint directory. Reading is safe from several threads.
 
-    Raises ValueError for a directory without (readable, floating-point) safetensors.
+    Raises ValueError for a directory without (readable, floating-point) safetensors, for a tensor that two of its files
+    hold, and for one that is not in the file that the index names.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.files = self._find_files()
+        weight_map = self._read_index()
+        self.files = self._find_files(weight_map)
         self.entries: dict[str, TensorEntry] = {}
         for file in self.files:
             for entry in read_header(self.directory / file)[1]:
+                if entry.name in self.entries:
+                    raise ValueError(
+                        f"{self.directory}: both {self.entries[entry.name].file} and {file} hold the tensor "
+                        f"{entry.name}: leave it in one of them"
+                    )
                 self.entries[entry.name] = entry
+        for name, file in (weight_map or {}).items():
+            if name not in self.entries or self.entries[name].file != file:
+                raise ValueError(
+                    f"{self.directory}: {INDEX_FILE} says that {file} holds the tensor {name}, and it does not: "
+                    "download the checkpoint again"
+                )
 
-    def _find_files(self) -> list[str]:
+    def _read_index(self) -> dict[str, str] | None:
+        """Tensor name -> file name, as the index has it; None without an index."""
         index = self.directory / INDEX_FILE
-        if index.is_file():
-            try:
-                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(f"{index} is damaged: it has no weight_map; download it again") from None
+        if not index.is_file():
+            return None
+        try:
+            weight_map = dict(json.loads(index.read_text())["weight_map"].items())
+            outside = [file for file in weight_map.values() if Path(file).name != file]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} is damaged: it has no weight_map; download it again") from None
+        if outside:
+            raise ValueError(f"{index} names {outside[0]}, which is not a file of this folder: download it again")
+        return weight_map
+
+    def _find_files(self, weight_map: dict[str, str] | None) -> list[str]:
+        if weight_map is not None:
+            files = sorted(set(weight_map.values()))
         else:
             files = sorted(path.name for path in self.directory.glob("*.safetensors"))
         if not files:

@@ -23,6 +23,7 @@ from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read
 from megatron_bridge.layout import from_hf, megatron_shape, merge_tp, to_hf
 from megatron_bridge.model_config import ModelArgs, check_pipeline, padded_vocab_size
 from megatron_bridge.names import FAMILIES, GATED, find_parameter, global_name, hf_names, megatron_names
+from megatron_bridge.safetensors_io import SafetensorsCheckpoint
 from megatron_bridge.torch_dist_io import TorchDistReader
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
@@ -385,6 +386,43 @@ def test_a_damaged_index_is_named(content, bf16_checkpoints, tmp_path):
     model = model_args_from_hf(read_hf_config(tmp_path / "hf"))
     with pytest.raises(ValueError, match="model.safetensors.index.json is damaged"):
         convert_hf_to_torch_dist(model, tmp_path / "hf", tmp_path / "td", progress=False)
+
+
+SHARDS = {
+    "one tensor in two files": ({}, {"a": 2.0}, r"both one.safetensors and two.safetensors hold the tensor a"),
+    "a tensor that its file lacks": ({"c": "two.safetensors"}, {}, "two.safetensors holds the tensor c, and it does"),
+    "a tensor in another file": (
+        {"a": "two.safetensors", "c": "one.safetensors"},
+        {},
+        "two.safetensors holds the tensor a, and it does not",
+    ),
+    "a missing file": ({"c": "three.safetensors"}, {}, "lacks three.safetensors"),
+    "a file elsewhere": ({"c": "../one.safetensors"}, {}, "names ../one.safetensors, which is not a file of this"),
+    "a file by its whole path": ({"c": "/one.safetensors"}, {}, "names /one.safetensors, which is not a file of this"),
+    "a number for a file": ({"c": 3}, {}, "is damaged"),
+}
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_an_index_that_does_not_say_where_each_tensor_lies_is_refused(case: str, tmp_path):
+    named, held, message = SHARDS[case]
+    one, two = ({name: torch.tensor([value]) for name, value in f.items()} for f in ({"a": 1.0}, {"b": 1.0} | held))
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    for path, tensors in (("one", one), ("two", two)):
+        save_file(tensors, hf / f"{path}.safetensors")
+    save_file(one, tmp_path / "one.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"} | named}
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        SafetensorsCheckpoint(hf)
+
+
+def test_files_without_an_index_hold_each_tensor_once(tmp_path):
+    for name in ("one", "two"):
+        save_file({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ValueError, match="both one.safetensors and two.safetensors hold the tensor a"):
+        SafetensorsCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("file", "keep"), [(".metadata", 0), (".metadata", 100), ("__0_0.distcp", 0)])
