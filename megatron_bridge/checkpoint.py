@@ -23,6 +23,8 @@ RELEASE = "release"
 PART, OLD = ".part", ".old"
 """Ends of folders that are not complete, or about to be deleted; `*.part` and `*.old` of a killed run can go."""
 
+_ITERATION = re.compile(r"iter_\d{7,}")
+
 
 def checkpoint_name(iteration: int | None) -> str:
     """`iter_0000012`, or `release` for None."""
@@ -32,6 +34,17 @@ def checkpoint_name(iteration: int | None) -> str:
 def exists(root: str | Path) -> bool:
     """Whether `root` holds a finished checkpoint."""
     return (Path(root) / LATEST_FILE).is_file()
+
+
+def holds_checkpoints(root: str | Path) -> bool:
+    """Whether `root` has a checkpoint, be it one that nothing points at."""
+    return exists(root) or any(_ITERATION.fullmatch(path.name) for path in Path(root).glob("iter_*"))
+
+
+def is_part_of_root(name: str) -> bool:
+    """Whether a file or folder called `name` may lie in a folder of checkpoints."""
+    kept = name.removesuffix(PART).removesuffix(OLD)
+    return kept in (LATEST_FILE, RELEASE) or _ITERATION.fullmatch(kept) is not None
 
 
 def latest_iteration(root: str | Path) -> int | None:
@@ -65,7 +78,7 @@ def prune(root: str | Path, keep: int) -> None:
     newest = latest_iteration(root)
     if newest is None:
         return
-    found = [path for path in Path(root).glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name)]
+    found = [path for path in Path(root).glob("iter_*") if _ITERATION.fullmatch(path.name)]
     own = sorted((number, path) for path in found if (number := int(path.name[5:])) <= newest)
     for _, path in own[:-keep]:
         # A name that no load takes, should this end halfway; the next save deletes it.

@@ -317,13 +317,58 @@ def test_an_existing_output_is_only_replaced_when_forced(bf16_checkpoints, tmp_p
     model = model_args_from_hf(read_hf_config(source))
     out = tmp_path / "td"
     out.mkdir()
-    (out / "precious").write_text("x")
+    (out / "latest_checkpointed_iteration.txt").write_text("7")
+    for name in ("iter_0000007", "iter_0000008.part", "iter_0000003.old"):
+        (out / name).mkdir()
     with pytest.raises(ValueError, match="--force"):
         convert_hf_to_torch_dist(model, source, out, progress=False)
-    assert (out / "precious").is_file()
+    assert len(list(out.iterdir())) == 4
     convert_hf_to_torch_dist(model, source, out, force=True, progress=False)
     assert sorted(path.name for path in out.iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
     assert [path.name for path in tmp_path.iterdir()] == ["td"]
+
+
+HELD = {
+    "a thesis": (["thesis.txt"], [], r"holds no checkpoint \(but thesis.txt\)"),
+    "folders and no file": (["photos/one.jpg"], [], r"holds no checkpoint \(but photos\)"),
+    "a hidden file": ([".bashrc"], [], r"holds no checkpoint \(but .bashrc\)"),
+    "data of a browser": (["config.json", "data.json"], [], "holds no checkpoint"),
+    "files beside Megatron weights": (["latest_checkpointed_iteration.txt", "notes.md"], ["release"], r"\(notes.md\)"),
+    "folders beside Megatron weights": (
+        ["latest_checkpointed_iteration.txt"],
+        ["release", "critic", "iter_7"],
+        r"more than a checkpoint \(critic, iter_7\)",
+    ),
+    "code beside Hugging Face weights": (["config.json", "a.safetensors", "train.py"], [], r"\(train.py\)"),
+    "text beside adapters": (["adapter_config.json", "a.safetensors", "thesis.txt"], [], r"\(thesis.txt\)"),
+    "folders beside Hugging Face weights": (["config.json", "a.safetensors"], ["x.json"], r"\(x.json\)"),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_force_deletes_nothing_but_a_checkpoint(case: str, tmp_path):
+    files, folders, message = HELD[case]
+    for name in files:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text(name)
+    for name in folders:
+        (tmp_path / "out" / name).mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=message), replace_directory(tmp_path / "out", force=True, sources=[]):
+        raise AssertionError("begun")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_every_output_of_a_conversion_can_be_replaced(bf16_checkpoints, tmp_path):
+    """Also with files that the original has beside its weights and other checkpoints do not."""
+    source = tmp_path / "hf"
+    shutil.copytree(bf16_checkpoints["qwen2"], source)
+    (source / "USE_POLICY.txt").write_text("be good")
+    model = model_args_from_hf(read_hf_config(source))
+    for _ in range(2):
+        convert_hf_to_torch_dist(model, source, tmp_path / "td", force=True, progress=False)
+        convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", source, force=True, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "td"]
 
 
 def test_a_mount_point_is_refused_before_the_work_is_done(tmp_path, monkeypatch):
@@ -357,7 +402,7 @@ def test_an_output_that_is_a_link_to_another_place_is_written_there(occupied: bo
     (tmp_path / "disk" / "td").mkdir(parents=True)
     (tmp_path / "td").symlink_to(tmp_path / "disk" / "td")
     if occupied:
-        (tmp_path / "disk" / "td" / "old").touch()
+        (tmp_path / "disk" / "td" / "latest_checkpointed_iteration.txt").write_text("3")
     convert_hf_to_torch_dist(model, source, tmp_path / "td", force=occupied, progress=False)
     assert (tmp_path / "td").is_symlink() and [path.name for path in (tmp_path / "disk").iterdir()] == ["td"]
     names = sorted(path.name for path in (tmp_path / "disk" / "td").iterdir())

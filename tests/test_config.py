@@ -569,6 +569,24 @@ def test_checkpoints_do_not_take_the_references_place(run_args, tmp_path):
     assert checked(run_args | {"--save": f"{run_args['--ref-load']}/new"}).save
 
 
+@pytest.mark.parametrize("left", ["latest_checkpointed_iteration.txt", "iter_0000004/.metadata"])
+def test_a_run_does_not_save_among_the_checkpoints_of_one_that_it_does_not_go_on_from(left: str, run_args, tmp_path):
+    saved = tmp_path / "saved" / left
+    saved.parent.mkdir(parents=True)
+    saved.write_text("4")
+    save = {"--save": f"{tmp_path}/saved"}
+    ppo = {"--advantage-estimator": "ppo", "--n-samples-per-prompt": "1"}
+    refused = rf"{tmp_path}/saved holds the checkpoints of an earlier run.*add --load {tmp_path}/saved to go on"
+    for changes in (save, save | {"--load": f"{tmp_path}/other"}):
+        with pytest.raises(ConfigError, match=f"--save {refused}"):
+            checked(run_args | changes)
+    with pytest.raises(ConfigError, match=f"--critic-save {refused.replace('--load', '--critic-load')}"):
+        checked(run_args | ppo | {"--critic-save": f"{tmp_path}/saved"})
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    assert checked(run_args | save | {"--load": f"{tmp_path}/link"}).save
+    assert checked(run_args | save | {"--debug-rollout-only": None}).save
+
+
 def test_an_evaluation_may_have_more_gpus_than_prompts(run_args):
     more = {"--actor-num-gpus-per-node": "8", "--colocate": None, "--rollout-batch-size": "1", "--num-rollout": "0"}
     assert checked(run_args | more | {"--debug-rollout-only": None, "--n-samples-per-prompt": "1"}).num_engines == 8

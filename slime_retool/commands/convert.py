@@ -40,7 +40,7 @@ class ToMegatronArgs(ModelArgs):
 
     hf_checkpoint: str | None = folder("Hugging Face checkpoint to read.")
     save: str | None = folder("Directory to write.")
-    force: bool = flag(False, help="Replace the directory when it is there already.")
+    force: bool = flag(False, help="Replace the directory when it holds a checkpoint already.")
     tensor_model_parallel_size: int = flag(
         1, help="Only sets the padding of the vocabulary: the checkpoint fits every layout."
     )
@@ -58,7 +58,7 @@ class ToHfArgs:
     origin_hf_dir: str | None = folder("Hugging Face checkpoint that gives config, tokenizer and layout of the files.")
     base_dir: str | None = folder("torch_dist checkpoint under LoRA adapters, where it is no longer --ref-load.")
     peft: bool = flag(False, help="Write only the LoRA adapters, in PEFT's format, for the weights in --origin-hf-dir.")
-    force: bool = flag(False, help="Replace the directory when it is there already.")
+    force: bool = flag(False, help="Replace the directory when it holds a checkpoint already.")
 
 
 def to_megatron(argv: Sequence[str] | None = None, prog: str = "slime-retool convert to-megatron") -> int:
