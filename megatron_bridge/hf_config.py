@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_bridge.flags import option_name
+from megatron_bridge.flags import changed, option_name
 from megatron_bridge.model_config import ModelArgs, check_model, head_dim, moe_layers, query_groups
 from megatron_bridge.names import FAMILIES
 
@@ -63,6 +64,14 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
         **experts,
     )
+
+
+def described_by_hf(model: ModelArgs, config: HfConfig) -> ModelArgs:
+    """`model`, or the one of config.json where no flag (but that of the padding) says anything about the model."""
+    padding = "make_vocab_size_divisible_by"
+    if changed(model, [field.name for field in fields(ModelArgs) if field.name != padding]):
+        return model
+    return replace(model_args_from_hf(config), make_vocab_size_divisible_by=model.make_vocab_size_divisible_by)
 
 
 def _expert_args(config: HfConfig) -> dict[str, Any]:

@@ -11,20 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from bridge_models import KINDS, save_tiny_model
+from bridge_models import KINDS, assert_converts_back, save_tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_bridge import torch_dist_io
 from megatron_bridge.checkpoint import latest_iteration, resolve_checkpoint_dir
 from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf, replace_directory
-from megatron_bridge.flags import to_flags
+from megatron_bridge.flags import OneLineParser, add_flags, from_namespace, to_flags
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.layout import from_hf, megatron_shape, merge_tp, to_hf
 from megatron_bridge.model_config import ModelArgs, check_pipeline, padded_vocab_size
 from megatron_bridge.names import FAMILIES, GATED, find_parameter, global_name, hf_names, megatron_names
 from megatron_bridge.safetensors_io import SafetensorsCheckpoint
 from megatron_bridge.torch_dist_io import TorchDistReader
+from slime_retool.cli import main as slime_retool
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
@@ -293,6 +294,39 @@ def test_the_command_lines_convert_there_and_back(bf16_checkpoints, tmp_path):
     original, written = all_tensors(source), all_tensors(tmp_path / "back")
     assert original.keys() == written.keys()
     assert all(torch.equal(value, written[k]) and value.dtype == written[k].dtype for k, value in original.items())
+
+
+@pytest.mark.parametrize("flags", [(), ("--make-vocab-size-divisible-by", "64")])
+def test_a_conversion_reads_the_model_from_the_checkpoint(flags, bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints["qwen3_moe"]
+    there = ["convert", "to-megatron", *flags, "--hf-checkpoint", str(source), "--save", str(tmp_path / "td")]
+    assert slime_retool(there) == 0
+    assert_converts_back(tmp_path / "td", source)
+
+
+def test_flags_that_are_given_to_a_conversion_are_compared(bf16_checkpoints, tmp_path, capsys):
+    source = bf16_checkpoints["qwen3"]
+    wrong = ["--rotary-base", "77", "--hf-checkpoint", str(source), "--save", str(tmp_path / "td")]
+    assert slime_retool(["convert", "to-megatron", *wrong]) == 2
+    assert "--num-layers is missing, but config.json's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_flags_of_a_checkpoint_are_printed_as_a_shell_array(kind, bf16_checkpoints, tmp_path, capsys):
+    source = bf16_checkpoints[kind]
+    assert slime_retool(["convert", "flags", str(source)]) == 0
+    (tmp_path / "model.sh").write_text(capsys.readouterr().out)
+    shell = f'set -eu; source {tmp_path}/model.sh; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    printed = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
+    parser = OneLineParser()
+    add_flags(parser, ModelArgs)
+    assert from_namespace(ModelArgs, parser.parse_args(printed)) == model_args_from_hf(read_hf_config(source))
+
+
+def test_flags_of_what_is_no_checkpoint_are_refused_in_one_line(tmp_path, capsys):
+    assert slime_retool(["convert", "flags", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "config.json does not exist" in said.err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`slime-retool convert`: checkpoints between Hugging Face (safetensors) and Megatron (torch_dist).
 
-The same as `tools/convert_hf_to_torch_dist.py` and `tools/convert_torch_dist_to_hf.py`.
+`to-megatron` and `to-hf` are the same as `tools/convert_hf_to_torch_dist.py` and `tools/convert_torch_dist_to_hf.py`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace
+from megatron_bridge.hf_config import described_by_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs
 from slime_retool.config.groups import folder
+from slime_retool.config.printable import option_lines
 from slime_retool.errors import ConfigError, run_command
 
 T = TypeVar("T")
 
 TO_MEGATRON = """Convert a Hugging Face checkpoint (safetensors) into a Megatron torch_dist checkpoint.
 
-    source scripts/models/qwen3-4B.sh
-    %(prog)s "${MODEL_ARGS[@]}" --hf-checkpoint DIR --save OUT
+    %(prog)s --hf-checkpoint DIR --save OUT
 
 Needs no GPU and no torchrun, and holds only a few tensors in memory. OUT can be loaded in any parallel layout.
+The model is described by DIR's config.json; flags of scripts/models/*.sh that are given are compared with it.
 """
 TO_HF = """Convert a Megatron torch_dist checkpoint into a Hugging Face checkpoint (safetensors).
 
@@ -31,6 +33,12 @@ TO_HF = """Convert a Megatron torch_dist checkpoint into a Hugging Face checkpoi
 TD is a converted or a trained checkpoint of any parallel layout: its root (the latest one is taken) or one
 `iter_...` directory. OUT gets the same files, keys, shapes and dtypes as HF, with the weights of TD. LoRA adapters are
 merged into the weights that they were trained on, or with --peft written alone, as PEFT (and SGLang, vLLM) load them.
+"""
+FLAGS = """Print the Megatron flags of a Hugging Face checkpoint, as a shell array like those of scripts/models/*.sh.
+
+    %(prog)s DIR > model.sh
+
+DIR is read for its config.json alone.
 """
 
 
@@ -73,7 +81,7 @@ def _to_megatron(args: ToMegatronArgs) -> int:
     from megatron_bridge.convert import convert_hf_to_torch_dist
 
     written = convert_hf_to_torch_dist(
-        args,
+        described_by_hf(args, read_hf_config(args.hf_checkpoint)),
         args.hf_checkpoint,
         args.save,
         tp=args.tensor_model_parallel_size,
@@ -110,8 +118,26 @@ def _to_hf(args: ToHfArgs) -> int:
     return 0
 
 
+def model_flags(argv: Sequence[str] | None = None, prog: str = "slime-retool convert flags") -> int:
+    """The flags of a Hugging Face checkpoint on stdout. Returns the exit code."""
+    parser = _parser(prog, FLAGS)
+    parser.add_argument("directory", metavar="DIR", help="Hugging Face checkpoint.")
+    directory = parser.parse_args(argv).directory
+
+    def show() -> int:
+        lines = option_lines(model_args_from_hf(read_hf_config(directory)))
+        print("\n".join(["MODEL_ARGS=(", *(f"    {line}" for line in lines), ")"]))
+        return 0
+
+    return run_command(prog, show, mistakes=(ValueError, OSError))
+
+
+def _parser(prog: str, description: str) -> OneLineParser:
+    return OneLineParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def _run(cls: type[T], convert: Callable[[T], int], argv: Sequence[str] | None, prog: str, description: str) -> int:
-    parser = OneLineParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _parser(prog, description)
     add_flags(parser, cls)
     args = from_namespace(cls, parser.parse_args(argv))
     return run_command(prog, lambda: convert(args), mistakes=(ValueError, OSError))
