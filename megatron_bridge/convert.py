@@ -111,9 +111,7 @@ def convert_torch_dist_to_hf(
 
     read = [input_dir, origin_hf_dir, *([] if base_dir is None else [base_dir])]
     with replace_directory(output_dir, force=force, sources=read) as out:
-        for path in sorted(origin.iterdir()):
-            if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHT_SUFFIXES:
-                shutil.copyfile(path, out / path.name)
+        copy_beside_weights(origin, out)
         with tqdm(total=len(hf.entries), desc="torch_dist -> HF", unit="tensor", disable=not progress) as bar:
 
             def value_of(hf_name: str) -> Tensor:
@@ -136,6 +134,13 @@ def convert_torch_dist_to_hf(
             content = json.loads(index.read_text())
             content.setdefault("metadata", {})["total_size"] = sum(entry.size for entry in hf.entries.values())
             index.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def copy_beside_weights(origin: Path, out: Path) -> None:
+    """The files of an HF checkpoint that are not weights, into `out`."""
+    for path in sorted(origin.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHT_SUFFIXES:
+            shutil.copyfile(path, out / path.name)
 
 
 @contextlib.contextmanager

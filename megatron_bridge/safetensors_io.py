@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,19 @@ class SafetensorsCheckpoint:
             return read_tensor(path, entry.start, entry.dtype, entry.shape)
         except EOFError as error:
             raise ValueError(f"{path} ends before tensor {name} does: download it again ({error})") from None
+
+    def read_rows(self, name: str, rows: Iterable[int]) -> dict[int, bytes]:
+        """Some rows of a matrix, as their bytes: row -> bytes. ValueError where the file ends before them."""
+        found: dict[int, bytes] = {}
+        for row in rows:  # none, where there is no such tensor
+            entry = self.entries[name]
+            size = entry.size // entry.shape[0]
+            with (self.directory / entry.file).open("rb") as file:
+                file.seek(entry.start + row * size)
+                found[row] = file.read(size)
+            if len(found[row]) < size:
+                raise ValueError(f"{self.directory / entry.file} ends before tensor {name} does: download it again")
+        return found
 
 
 def read_header(path: Path) -> tuple[bytes, list[TensorEntry]]:

@@ -13,9 +13,11 @@ from typing import TypeVar
 from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace
 from megatron_bridge.hf_config import described_by_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs
+from slime_retool.chat import load_tokenizer
 from slime_retool.config.groups import folder
 from slime_retool.config.printable import option_lines
 from slime_retool.errors import ConfigError, run_command
+from slime_retool.tool_use.control_tokens import made_of, untrained_control_tokens
 
 T = TypeVar("T")
 
@@ -39,6 +41,14 @@ FLAGS = """Print the Megatron flags of a Hugging Face checkpoint, as a shell arr
     %(prog)s DIR > model.sh
 
 DIR is read for its config.json alone.
+"""
+INIT_TOKENS = """Copy a Hugging Face checkpoint, with rows of their own for tokens that it was never trained on.
+
+    %(prog)s DIR --output-dir OUT [--tokens '<tool_call>' '</tool_call>']
+
+A token's row, in the embedding and in the output layer, becomes the mean of the rows of the tokens that its text would
+be made of without it. By default: those tokens of the chat template and of --tool-format qwen whose rows are zero or
+the same as another token's.
 """
 
 
@@ -66,6 +76,15 @@ class ToHfArgs:
     origin_hf_dir: str | None = folder("Hugging Face checkpoint that gives config, tokenizer and layout of the files.")
     base_dir: str | None = folder("torch_dist checkpoint under LoRA adapters, where it is no longer --ref-load.")
     peft: bool = flag(False, help="Write only the LoRA adapters, in PEFT's format, for the weights in --origin-hf-dir.")
+    force: bool = flag(False, help="Replace the directory when it holds a checkpoint already.")
+
+
+@dataclass(frozen=True)
+class InitTokensArgs:
+    """Tokens."""
+
+    output_dir: str | None = folder("Directory to write.")
+    tokens: list[str] = flag([], nargs="+", help="Tokens to give rows; those that were never trained when not given.")
     force: bool = flag(False, help="Replace the directory when it holds a checkpoint already.")
 
 
@@ -130,6 +149,36 @@ def model_flags(argv: Sequence[str] | None = None, prog: str = "slime-retool con
         return 0
 
     return run_command(prog, show, mistakes=(ValueError, OSError))
+
+
+def init_tokens(argv: Sequence[str] | None = None, prog: str = "slime-retool convert init-tokens") -> int:
+    """Rows for tokens that were never trained. Returns the exit code."""
+    parser = _parser(prog, INIT_TOKENS)
+    parser.add_argument("directory", metavar="DIR", help="Hugging Face checkpoint to read.")
+    add_flags(parser, InitTokensArgs)
+    parsed = parser.parse_args(argv)
+    args = from_namespace(InitTokensArgs, parsed)
+    return run_command(prog, lambda: _init_tokens(parsed.directory, args), mistakes=(ValueError, OSError))
+
+
+def _init_tokens(directory: str, args: InitTokensArgs) -> int:
+    if args.output_dir is None:
+        raise ConfigError("--output-dir is needed")
+
+    from megatron_bridge.token_rows import initialize_tokens
+
+    tokenizer = load_tokenizer(directory, "DIR")
+    vocabulary = tokenizer.get_vocab()
+    tokens = args.tokens or untrained_control_tokens(directory, tokenizer, "qwen")
+    if not tokens:
+        raise ConfigError(f"{directory}: every token of the chat template was trained; name others with --tokens")
+    for token in tokens:
+        if token not in vocabulary:
+            raise ConfigError(f"--tokens {token}: the tokenizer in {directory} has no such token")
+    pieces = {vocabulary[token]: made_of(tokenizer, token) for token in tokens}
+    initialize_tokens(directory, args.output_dir, pieces, force=args.force)
+    print(f"wrote {args.output_dir} with new rows for {' '.join(tokens)}")
+    return 0
 
 
 def _parser(prog: str, description: str) -> OneLineParser:
