@@ -47,6 +47,23 @@ def is_part_of_root(name: str) -> bool:
     return kept in (LATEST_FILE, RELEASE) or _ITERATION.fullmatch(kept) is not None
 
 
+def what_it_is(path: str | Path) -> str:
+    """For the end of a refusal: what lies at `path`, where a checkpoint of another kind was wanted, and what to do.
+
+    "; it holds LoRA adapters, ..."; empty where nothing is known of it.
+    """
+    path = Path(path)
+    if (path / "adapter_config.json").is_file():
+        return "; it holds LoRA adapters in PEFT's format: give the model that they belong to, or merge them into it"
+    if (path / "config.json").is_file():
+        return "; it is a Hugging Face checkpoint: make one of it with `slime-retool convert to-megatron`"
+    if exists(path):
+        return "; it is a Megatron checkpoint: make one of it with `slime-retool convert to-hf`"
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) and not path.parent.exists():
+        return f"; a model of the Hugging Face hub is downloaded first: hf download {path} --local-dir {path.name}"
+    return ""
+
+
 def latest_iteration(root: str | Path) -> int | None:
     """The newest complete checkpoint under `root`; None for a converted one ("release").
 
@@ -54,7 +71,9 @@ def latest_iteration(root: str | Path) -> int | None:
     """
     path = Path(root) / LATEST_FILE
     if not exists(root):
-        raise ValueError(f"{path} does not exist: {root} is not a checkpoint directory, or nothing was saved yet")
+        raise ValueError(
+            f"{path} does not exist: {root} is not a checkpoint directory, or nothing was saved yet{what_it_is(root)}"
+        )
     text = path.read_text().strip()
     if text != RELEASE and not text.isdigit():
         raise ValueError(f"{path} holds {text!r}: expected {RELEASE!r} or an iteration number")

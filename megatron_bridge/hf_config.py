@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_bridge.checkpoint import what_it_is
 from megatron_bridge.flags import changed, option_name
 from megatron_bridge.model_config import ModelArgs, check_model, head_dim, moe_layers, query_groups
 from megatron_bridge.names import FAMILIES
@@ -18,7 +19,8 @@ def read_hf_config(checkpoint_dir: str | Path) -> HfConfig:
     """config.json of a checkpoint directory. ValueError when it is missing or no JSON object."""
     path = Path(checkpoint_dir) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the directory of a Hugging Face checkpoint")
+        hint = what_it_is(checkpoint_dir)
+        raise ValueError(f"{path} does not exist: give the directory of a Hugging Face checkpoint{hint}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
