@@ -23,6 +23,8 @@ RELEASE = "release"
 PART, OLD = ".part", ".old"
 """Ends of folders that are not complete, or about to be deleted; `*.part` and `*.old` of a killed run can go."""
 
+_ITERATION = re.compile(r"iter_\d{7,}")
+
 
 def checkpoint_name(iteration: int | None) -> str:
     """`iter_0000012`, or `release` for None."""
@@ -34,6 +36,34 @@ def exists(root: str | Path) -> bool:
     return (Path(root) / LATEST_FILE).is_file()
 
 
+def holds_checkpoints(root: str | Path) -> bool:
+    """Whether `root` has a checkpoint, be it one that nothing points at."""
+    return exists(root) or any(_ITERATION.fullmatch(path.name) for path in Path(root).glob("iter_*"))
+
+
+def is_part_of_root(name: str) -> bool:
+    """Whether a file or folder called `name` may lie in a folder of checkpoints."""
+    kept = name.removesuffix(PART).removesuffix(OLD)
+    return kept in (LATEST_FILE, RELEASE) or _ITERATION.fullmatch(kept) is not None
+
+
+def what_it_is(path: str | Path) -> str:
+    """For the end of a refusal: what lies at `path`, where a checkpoint of another kind was wanted, and what to do.
+
+    "; it holds LoRA adapters, ..."; empty where nothing is known of it.
+    """
+    path = Path(path)
+    if (path / "adapter_config.json").is_file():
+        return "; it holds LoRA adapters in PEFT's format: give the model that they belong to, or merge them into it"
+    if (path / "config.json").is_file():
+        return "; it is a Hugging Face checkpoint: make one of it with `slime-retool convert to-megatron`"
+    if exists(path):
+        return "; it is a Megatron checkpoint: make one of it with `slime-retool convert to-hf`"
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) and not path.parent.exists():
+        return f"; a model of the Hugging Face hub is downloaded first: hf download {path} --local-dir {path.name}"
+    return ""
+
+
 def latest_iteration(root: str | Path) -> int | None:
     """The newest complete checkpoint under `root`; None for a converted one ("release").
 
@@ -41,7 +71,9 @@ def latest_iteration(root: str | Path) -> int | None:
     """
     path = Path(root) / LATEST_FILE
     if not exists(root):
-        raise ValueError(f"{path} does not exist: {root} is not a checkpoint directory, or nothing was saved yet")
+        raise ValueError(
+            f"{path} does not exist: {root} is not a checkpoint directory, or nothing was saved yet{what_it_is(root)}"
+        )
     text = path.read_text().strip()
     if text != RELEASE and not text.isdigit():
         raise ValueError(f"{path} holds {text!r}: expected {RELEASE!r} or an iteration number")
@@ -65,7 +97,7 @@ def prune(root: str | Path, keep: int) -> None:
     newest = latest_iteration(root)
     if newest is None:
         return
-    found = [path for path in Path(root).glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name)]
+    found = [path for path in Path(root).glob("iter_*") if _ITERATION.fullmatch(path.name)]
     own = sorted((number, path) for path in found if (number := int(path.name[5:])) <= newest)
     for _, path in own[:-keep]:
         # A name that no load takes, should this end halfway; the next save deletes it.

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_bridge.checkpoint import checkpoint_name, write_latest
+from megatron_bridge.checkpoint import checkpoint_name, exists, is_part_of_root, write_latest
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.layout import from_hf, hf_shapes, megatron_shape, to_hf
 from megatron_bridge.lora_checkpoint import open_weights
@@ -26,6 +27,8 @@ from megatron_bridge.torch_dist_io import TorchDistReader, write_torch_dist
 
 (EMBEDDING_HF,), (OUTPUT_LAYER_HF,) = EMBEDDING.hf, OUTPUT_LAYER.hf
 """HF names of the embedding and the output layer; a checkpoint with tied embeddings may hold both or one."""
+_HF_FILE = re.compile(r".+\.(safetensors|json|jinja|model)|(merges|vocab)\.txt|README\.md|LICENSE(\.\w+)?")
+"""What lies in a Hugging Face checkpoint, or in a PEFT one."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -108,9 +111,7 @@ def convert_torch_dist_to_hf(
 
     read = [input_dir, origin_hf_dir, *([] if base_dir is None else [base_dir])]
     with replace_directory(output_dir, force=force, sources=read) as out:
-        for path in sorted(origin.iterdir()):
-            if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHT_SUFFIXES:
-                shutil.copyfile(path, out / path.name)
+        copy_beside_weights(origin, out)
         with tqdm(total=len(hf.entries), desc="torch_dist -> HF", unit="tensor", disable=not progress or None) as bar:
 
             def value_of(hf_name: str) -> Tensor:
@@ -135,13 +136,20 @@ def convert_torch_dist_to_hf(
             index.write_text(json.dumps(content, indent=2) + "\n")
 
 
+def copy_beside_weights(origin: Path, out: Path) -> None:
+    """The files of an HF checkpoint that are not weights, into `out`."""
+    for path in sorted(origin.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHT_SUFFIXES:
+            shutil.copyfile(path, out / path.name)
+
+
 @contextlib.contextmanager
 def replace_directory(path: str | Path, *, force: bool, sources: Sequence[str | Path]) -> Iterator[Path]:
     """A temporary sibling directory that becomes `path` when the block succeeds, and is removed when it fails.
 
-    A link is followed. Raises ValueError when `path` is there and not empty, unless `force` (it is then replaced, at
-    the very end), when that would delete any of `sources`, which the block reads, and for a mount point, which nothing
-    can replace.
+    A link is followed. Raises ValueError when `path` is there and not empty, unless `force` and it holds a checkpoint
+    and nothing else (it is then replaced, at the very end), when that would delete any of `sources`, which the block
+    reads, and for a mount point, which nothing can replace.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_dir():
@@ -154,6 +162,8 @@ def replace_directory(path: str | Path, *, force: bool, sources: Sequence[str | 
     for source in map(Path, sources):
         if target in (source.resolve(), *source.resolve().parents):
             raise ValueError(f"replacing {path} would delete {source}, which is read: choose another directory")
+    if occupied:
+        _check_replaceable(target, sources)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
@@ -168,6 +178,29 @@ def replace_directory(path: str | Path, *, force: bool, sources: Sequence[str | 
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def _check_replaceable(folder: Path, sources: Sequence[str | Path]) -> None:
+    """`folder` holds a checkpoint and, but for copies of files beside the `sources`' weights, nothing else.
+
+    Otherwise ValueError, which names what is there.
+    """
+    held = {path.name: path.is_file() and not path.is_symlink() for path in sorted(folder.iterdir())}
+    found = ", ".join(list(held)[:3])
+    if exists(folder):
+        foreign = [name for name in held if not is_part_of_root(name)]
+    elif ("config.json" in held or "adapter_config.json" in held) and any(folder.glob("*.safetensors")):
+        copied = {path.name for source in map(Path, sources) if source.is_dir() for path in source.iterdir()}
+        foreign = [name for name, file in held.items() if not file or not (_HF_FILE.fullmatch(name) or name in copied)]
+    else:
+        raise ValueError(
+            f"{folder} holds no checkpoint (but {found}), and --force replaces nothing else: choose another directory"
+        )
+    if foreign:
+        raise ValueError(
+            f"{folder} holds more than a checkpoint ({', '.join(foreign[:3])}), which --force would delete: choose "
+            "another directory"
+        )
 
 
 def _is_buffer(hf_name: str) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_bridge.flags import option_name
+from megatron_bridge.checkpoint import what_it_is
+from megatron_bridge.flags import changed, option_name
 from megatron_bridge.model_config import ModelArgs, check_model, head_dim, moe_layers, query_groups
 from megatron_bridge.names import FAMILIES
 
@@ -17,7 +19,8 @@ def read_hf_config(checkpoint_dir: str | Path) -> HfConfig:
     """config.json of a checkpoint directory. ValueError when it is missing or no JSON object."""
     path = Path(checkpoint_dir) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the directory of a Hugging Face checkpoint")
+        hint = what_it_is(checkpoint_dir)
+        raise ValueError(f"{path} does not exist: give the directory of a Hugging Face checkpoint{hint}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -63,6 +66,14 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
         **experts,
     )
+
+
+def described_by_hf(model: ModelArgs, config: HfConfig) -> ModelArgs:
+    """`model`, or the one of config.json where no flag (but that of the padding) says anything about the model."""
+    padding = "make_vocab_size_divisible_by"
+    if changed(model, [field.name for field in fields(ModelArgs) if field.name != padding]):
+        return model
+    return replace(model_args_from_hf(config), make_vocab_size_divisible_by=model.make_vocab_size_divisible_by)
 
 
 def _expert_args(config: HfConfig) -> dict[str, Any]:

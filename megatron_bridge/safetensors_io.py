@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,24 +36,47 @@ class TensorEntry:
 class SafetensorsCheckpoint:
     """The weights of a checkpoint directory. Reading is safe from several threads.
 
-    Raises ValueError for a directory without (readable, floating-point) safetensors.
+    Raises ValueError for a directory without (readable, floating-point) safetensors, for a tensor that two of its files
+    hold, and for one that is not in the file that the index names.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.files = self._find_files()
+        weight_map = self._read_index()
+        self.files = self._find_files(weight_map)
         self.entries: dict[str, TensorEntry] = {}
         for file in self.files:
             for entry in read_header(self.directory / file)[1]:
+                if entry.name in self.entries:
+                    raise ValueError(
+                        f"{self.directory}: both {self.entries[entry.name].file} and {file} hold the tensor "
+                        f"{entry.name}: leave it in one of them"
+                    )
                 self.entries[entry.name] = entry
+        for name, file in (weight_map or {}).items():
+            if name not in self.entries or self.entries[name].file != file:
+                raise ValueError(
+                    f"{self.directory}: {INDEX_FILE} says that {file} holds the tensor {name}, and it does not: "
+                    "download the checkpoint again"
+                )
 
-    def _find_files(self) -> list[str]:
+    def _read_index(self) -> dict[str, str] | None:
+        """Tensor name -> file name, as the index has it; None without an index."""
         index = self.directory / INDEX_FILE
-        if index.is_file():
-            try:
-                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(f"{index} is damaged: it has no weight_map; download it again") from None
+        if not index.is_file():
+            return None
+        try:
+            weight_map = dict(json.loads(index.read_text())["weight_map"].items())
+            outside = [file for file in weight_map.values() if Path(file).name != file]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} is damaged: it has no weight_map; download it again") from None
+        if outside:
+            raise ValueError(f"{index} names {outside[0]}, which is not a file of this folder: download it again")
+        return weight_map
+
+    def _find_files(self, weight_map: dict[str, str] | None) -> list[str]:
+        if weight_map is not None:
+            files = sorted(set(weight_map.values()))
         else:
             files = sorted(path.name for path in self.directory.glob("*.safetensors"))
         if not files:
@@ -71,6 +94,19 @@ class SafetensorsCheckpoint:
             return read_tensor(path, entry.start, entry.dtype, entry.shape)
         except EOFError as error:
             raise ValueError(f"{path} ends before tensor {name} does: download it again ({error})") from None
+
+    def read_rows(self, name: str, rows: Iterable[int]) -> dict[int, bytes]:
+        """Some rows of a matrix, as their bytes: row -> bytes. ValueError where the file ends before them."""
+        found: dict[int, bytes] = {}
+        for row in rows:  # none, where there is no such tensor
+            entry = self.entries[name]
+            size = entry.size // entry.shape[0]
+            with (self.directory / entry.file).open("rb") as file:
+                file.seek(entry.start + row * size)
+                found[row] = file.read(size)
+            if len(found[row]) < size:
+                raise ValueError(f"{self.directory / entry.file} ends before tensor {name} does: download it again")
+        return found
 
 
 def read_header(path: Path) -> tuple[bytes, list[TensorEntry]]:

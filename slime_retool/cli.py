@@ -22,6 +22,11 @@ COMMANDS = {
     "doctor": ("slime_retool.commands.doctor:main", "what this host has of what a run needs"),
     "sandbox serve": ("slime_retool.commands.sandbox_serve:main", "the sandbox as a service that speaks /run_code"),
     "convert to-megatron": ("slime_retool.commands.convert:to_megatron", "Hugging Face checkpoint to torch_dist"),
+    "convert flags": ("slime_retool.commands.convert:model_flags", "Megatron flags of a Hugging Face checkpoint"),
+    "convert init-tokens": (
+        "slime_retool.commands.convert:init_tokens",
+        "rows for tokens that a Hugging Face checkpoint was never trained on",
+    ),
     "convert to-hf": ("slime_retool.commands.convert:to_hf", "torch_dist checkpoint to Hugging Face"),
 }
 """Name -> (function that takes the other arguments and returns the exit code, what it is for)."""

@@ -6,6 +6,7 @@ counted by `boundary`. Everything a user can cause by what is given to a run is 
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import sys
@@ -77,7 +78,7 @@ def run_command(
     """Run `command` for its exit code, or end it in one line on stderr.
 
     `mistakes` (errors in what the user gave): 2. Ctrl-C and SIGTERM, which is made the same: 130, saying `interrupted`.
-    Other SlimeRetoolErrors: 1. Everything else is a bug and keeps its traceback.
+    Other SlimeRetoolErrors, and a disk that is full: 1. Everything else is a bug and keeps its traceback.
     """
 
     def interrupt(signum: int, frame: Any) -> NoReturn:
@@ -93,6 +94,12 @@ def run_command(
         return refuse(prog, error)
     except SlimeRetoolError as error:
         logger.error("%s: %s", type(error).__name__, error)
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = error.filename or "a folder that it writes to, such as --output-dir"
+        logger.error("no room is left on the disk of %s (%s): make room and start it again", place, error.strerror)
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)

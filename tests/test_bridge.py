@@ -11,19 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from bridge_models import KINDS, save_tiny_model
+from bridge_models import KINDS, assert_converts_back, save_tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_bridge import torch_dist_io
 from megatron_bridge.checkpoint import latest_iteration, resolve_checkpoint_dir
 from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf, replace_directory
-from megatron_bridge.flags import to_flags
+from megatron_bridge.flags import OneLineParser, add_flags, from_namespace, to_flags
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.layout import from_hf, megatron_shape, merge_tp, to_hf
 from megatron_bridge.model_config import ModelArgs, check_pipeline, padded_vocab_size
 from megatron_bridge.names import FAMILIES, GATED, find_parameter, global_name, hf_names, megatron_names
+from megatron_bridge.safetensors_io import SafetensorsCheckpoint
 from megatron_bridge.torch_dist_io import TorchDistReader
+from slime_retool.cli import main as slime_retool
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
@@ -294,6 +296,39 @@ def test_the_command_lines_convert_there_and_back(bf16_checkpoints, tmp_path):
     assert all(torch.equal(value, written[k]) and value.dtype == written[k].dtype for k, value in original.items())
 
 
+@pytest.mark.parametrize("flags", [(), ("--make-vocab-size-divisible-by", "64")])
+def test_a_conversion_reads_the_model_from_the_checkpoint(flags, bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints["qwen3_moe"]
+    there = ["convert", "to-megatron", *flags, "--hf-checkpoint", str(source), "--save", str(tmp_path / "td")]
+    assert slime_retool(there) == 0
+    assert_converts_back(tmp_path / "td", source)
+
+
+def test_flags_that_are_given_to_a_conversion_are_compared(bf16_checkpoints, tmp_path, capsys):
+    source = bf16_checkpoints["qwen3"]
+    wrong = ["--rotary-base", "77", "--hf-checkpoint", str(source), "--save", str(tmp_path / "td")]
+    assert slime_retool(["convert", "to-megatron", *wrong]) == 2
+    assert "--num-layers is missing, but config.json's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_flags_of_a_checkpoint_are_printed_as_a_shell_array(kind, bf16_checkpoints, tmp_path, capsys):
+    source = bf16_checkpoints[kind]
+    assert slime_retool(["convert", "flags", str(source)]) == 0
+    (tmp_path / "model.sh").write_text(capsys.readouterr().out)
+    shell = f'set -eu; source {tmp_path}/model.sh; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    printed = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
+    parser = OneLineParser()
+    add_flags(parser, ModelArgs)
+    assert from_namespace(ModelArgs, parser.parse_args(printed)) == model_args_from_hf(read_hf_config(source))
+
+
+def test_flags_of_what_is_no_checkpoint_are_refused_in_one_line(tmp_path, capsys):
+    assert slime_retool(["convert", "flags", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "config.json does not exist" in said.err
+
+
 @pytest.mark.parametrize(
     "wrong", [("--rotary-base", "1000000"), ("--num-layers", "4"), ("--no-such-flag",), ("--tie",)]
 )
@@ -316,13 +351,58 @@ def test_an_existing_output_is_only_replaced_when_forced(bf16_checkpoints, tmp_p
     model = model_args_from_hf(read_hf_config(source))
     out = tmp_path / "td"
     out.mkdir()
-    (out / "precious").write_text("x")
+    (out / "latest_checkpointed_iteration.txt").write_text("7")
+    for name in ("iter_0000007", "iter_0000008.part", "iter_0000003.old"):
+        (out / name).mkdir()
     with pytest.raises(ValueError, match="--force"):
         convert_hf_to_torch_dist(model, source, out, progress=False)
-    assert (out / "precious").is_file()
+    assert len(list(out.iterdir())) == 4
     convert_hf_to_torch_dist(model, source, out, force=True, progress=False)
     assert sorted(path.name for path in out.iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
     assert [path.name for path in tmp_path.iterdir()] == ["td"]
+
+
+HELD = {
+    "a thesis": (["thesis.txt"], [], r"holds no checkpoint \(but thesis.txt\)"),
+    "folders and no file": (["photos/one.jpg"], [], r"holds no checkpoint \(but photos\)"),
+    "a hidden file": ([".bashrc"], [], r"holds no checkpoint \(but .bashrc\)"),
+    "data of a browser": (["config.json", "data.json"], [], "holds no checkpoint"),
+    "files beside Megatron weights": (["latest_checkpointed_iteration.txt", "notes.md"], ["release"], r"\(notes.md\)"),
+    "folders beside Megatron weights": (
+        ["latest_checkpointed_iteration.txt"],
+        ["release", "critic", "iter_7"],
+        r"more than a checkpoint \(critic, iter_7\)",
+    ),
+    "code beside Hugging Face weights": (["config.json", "a.safetensors", "train.py"], [], r"\(train.py\)"),
+    "text beside adapters": (["adapter_config.json", "a.safetensors", "thesis.txt"], [], r"\(thesis.txt\)"),
+    "folders beside Hugging Face weights": (["config.json", "a.safetensors"], ["x.json"], r"\(x.json\)"),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_force_deletes_nothing_but_a_checkpoint(case: str, tmp_path):
+    files, folders, message = HELD[case]
+    for name in files:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text(name)
+    for name in folders:
+        (tmp_path / "out" / name).mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=message), replace_directory(tmp_path / "out", force=True, sources=[]):
+        raise AssertionError("begun")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_every_output_of_a_conversion_can_be_replaced(bf16_checkpoints, tmp_path):
+    """Also with files that the original has beside its weights and other checkpoints do not."""
+    source = tmp_path / "hf"
+    shutil.copytree(bf16_checkpoints["qwen2"], source)
+    (source / "USE_POLICY.txt").write_text("be good")
+    model = model_args_from_hf(read_hf_config(source))
+    for _ in range(2):
+        convert_hf_to_torch_dist(model, source, tmp_path / "td", force=True, progress=False)
+        convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", source, force=True, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "td"]
 
 
 def test_a_mount_point_is_refused_before_the_work_is_done(tmp_path, monkeypatch):
@@ -356,7 +436,7 @@ def test_an_output_that_is_a_link_to_another_place_is_written_there(occupied: bo
     (tmp_path / "disk" / "td").mkdir(parents=True)
     (tmp_path / "td").symlink_to(tmp_path / "disk" / "td")
     if occupied:
-        (tmp_path / "disk" / "td" / "old").touch()
+        (tmp_path / "disk" / "td" / "latest_checkpointed_iteration.txt").write_text("3")
     convert_hf_to_torch_dist(model, source, tmp_path / "td", force=occupied, progress=False)
     assert (tmp_path / "td").is_symlink() and [path.name for path in (tmp_path / "disk").iterdir()] == ["td"]
     names = sorted(path.name for path in (tmp_path / "disk" / "td").iterdir())
@@ -385,6 +465,43 @@ def test_a_damaged_index_is_named(content, bf16_checkpoints, tmp_path):
     model = model_args_from_hf(read_hf_config(tmp_path / "hf"))
     with pytest.raises(ValueError, match="model.safetensors.index.json is damaged"):
         convert_hf_to_torch_dist(model, tmp_path / "hf", tmp_path / "td", progress=False)
+
+
+SHARDS = {
+    "one tensor in two files": ({}, {"a": 2.0}, r"both one.safetensors and two.safetensors hold the tensor a"),
+    "a tensor that its file lacks": ({"c": "two.safetensors"}, {}, "two.safetensors holds the tensor c, and it does"),
+    "a tensor in another file": (
+        {"a": "two.safetensors", "c": "one.safetensors"},
+        {},
+        "two.safetensors holds the tensor a, and it does not",
+    ),
+    "a missing file": ({"c": "three.safetensors"}, {}, "lacks three.safetensors"),
+    "a file elsewhere": ({"c": "../one.safetensors"}, {}, "names ../one.safetensors, which is not a file of this"),
+    "a file by its whole path": ({"c": "/one.safetensors"}, {}, "names /one.safetensors, which is not a file of this"),
+    "a number for a file": ({"c": 3}, {}, "is damaged"),
+}
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_an_index_that_does_not_say_where_each_tensor_lies_is_refused(case: str, tmp_path):
+    named, held, message = SHARDS[case]
+    one, two = ({name: torch.tensor([value]) for name, value in f.items()} for f in ({"a": 1.0}, {"b": 1.0} | held))
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    for path, tensors in (("one", one), ("two", two)):
+        save_file(tensors, hf / f"{path}.safetensors")
+    save_file(one, tmp_path / "one.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"} | named}
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        SafetensorsCheckpoint(hf)
+
+
+def test_files_without_an_index_hold_each_tensor_once(tmp_path):
+    for name in ("one", "two"):
+        save_file({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ValueError, match="both one.safetensors and two.safetensors hold the tensor a"):
+        SafetensorsCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("file", "keep"), [(".metadata", 0), (".metadata", 100), ("__0_0.distcp", 0)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import pkgutil
@@ -16,6 +18,7 @@ import pytest
 from slime_retool import __version__
 from slime_retool.cli import COMMANDS, main
 from slime_retool.errors import ConfigError, EngineError, SaveError, run_command
+from slime_retool.metrics import Metrics
 from slime_retool.rollout.transcripts import dump_samples
 from slime_retool.types import Sample, SampleStatus
 
@@ -142,6 +145,33 @@ def test_what_is_no_mistake_of_the_user_keeps_its_traceback_unless_a_command_say
         run_command("prog", command)
     assert run_command("prog", command, mistakes=(ValueError, OSError)) == 2
     assert capsys.readouterr().err == "prog: error: odd\n"
+
+
+def test_a_full_disk_ends_a_run_in_one_line_while_metrics_are_written(tmp_path: Path, capsys, caplog):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+
+    def command() -> int:
+        with contextlib.closing(Metrics(tmp_path)) as metrics:
+            metrics.log(0, {"train/loss": 1.0})
+        return 0
+
+    assert run_command("prog", command) == 1
+    [record] = caplog.records
+    assert "no room is left on the disk of a folder that it writes to, such as --output-dir" in record.getMessage()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EBADF])
+def test_a_full_disk_is_named_where_the_system_does_and_other_errors_are_bugs(number: int, caplog):
+    def command() -> int:
+        raise OSError(number, "so it is", "/out/dump.jsonl")
+
+    if number == errno.EBADF:
+        with pytest.raises(OSError, match="so it is"):
+            run_command("prog", command)
+    else:
+        assert run_command("prog", command) == 1
+        assert "no room is left on the disk of /out/dump.jsonl (so it is)" in caplog.text
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does_and_only_while_it_runs(capsys):

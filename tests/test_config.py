@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_bridge import flags
+from megatron_bridge.hf_config import read_hf_config
+from slime_retool.chat import load_tokenizer
 from slime_retool.cli import main as slime_retool
 from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.groups import RolloutArgs
@@ -567,6 +569,56 @@ def test_checkpoints_do_not_take_the_references_place(run_args, tmp_path):
         with pytest.raises(ConfigError, match="is --ref-load: the first checkpoint would take the reference's place"):
             checked(run_args | {"--save": folder})
     assert checked(run_args | {"--save": f"{run_args['--ref-load']}/new"}).save
+
+
+OTHER_KINDS = {
+    "adapters for the model": ("--hf-checkpoint", "adapter_config.json", "holds LoRA adapters in PEFT's format"),
+    "adapters for the reference": ("--ref-load", "adapter_config.json", "holds LoRA adapters in PEFT's format"),
+    "Megatron's for the model": ("--hf-checkpoint", "latest_checkpointed_iteration.txt", "slime-retool convert to-hf"),
+    "Hugging Face's for the reference": ("--ref-load", "config.json", "slime-retool convert to-megatron"),
+    "Hugging Face's to go on from": ("--load", "config.json", "slime-retool convert to-megatron"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_KINDS)
+def test_a_checkpoint_of_another_kind_is_refused_and_named(case: str, run_args, tmp_path):
+    flag, file, message = OTHER_KINDS[case]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / file).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"^{flag}: {tmp_path}/other has no .*{message}"):
+        checked(run_args | {flag: f"{tmp_path}/other"})
+
+
+def test_a_name_of_the_hub_is_answered_with_how_to_download_it(run_args, tmp_path, monkeypatch):
+    download = "hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"
+    with pytest.raises(ConfigError, match=f"^--hf-checkpoint: no such folder: Qwen/Qwen3-4B.*{download}$"):
+        checked(run_args | {"--hf-checkpoint": "Qwen/Qwen3-4B"})
+    with pytest.raises(ConfigError, match=download):
+        load_tokenizer("Qwen/Qwen3-4B")
+    with pytest.raises(ValueError, match=download):
+        read_hf_config("Qwen/Qwen3-4B")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()  # a mistyped folder of one's own
+    with pytest.raises(ConfigError, match="no such folder: Qwen/Qwen3-4B$"):
+        checked(run_args | {"--hf-checkpoint": "Qwen/Qwen3-4B"})
+
+
+@pytest.mark.parametrize("left", ["latest_checkpointed_iteration.txt", "iter_0000004/.metadata"])
+def test_a_run_does_not_save_among_the_checkpoints_of_one_that_it_does_not_go_on_from(left: str, run_args, tmp_path):
+    saved = tmp_path / "saved" / left
+    saved.parent.mkdir(parents=True)
+    saved.write_text("4")
+    save = {"--save": f"{tmp_path}/saved"}
+    ppo = {"--advantage-estimator": "ppo", "--n-samples-per-prompt": "1"}
+    refused = rf"{tmp_path}/saved holds the checkpoints of an earlier run.*add --load {tmp_path}/saved to go on"
+    for changes in (save, save | {"--load": f"{tmp_path}/other"}):
+        with pytest.raises(ConfigError, match=f"--save {refused}"):
+            checked(run_args | changes)
+    with pytest.raises(ConfigError, match=f"--critic-save {refused.replace('--load', '--critic-load')}"):
+        checked(run_args | ppo | {"--critic-save": f"{tmp_path}/saved"})
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    assert checked(run_args | save | {"--load": f"{tmp_path}/link"}).save
+    assert checked(run_args | save | {"--debug-rollout-only": None}).save
 
 
 def test_an_evaluation_may_have_more_gpus_than_prompts(run_args):

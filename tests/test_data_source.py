@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -79,6 +80,15 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path):
         (tmp_path / "bad.jsonl").write_bytes(text)
         with pytest.raises(DataError, match=rf"bad.jsonl, line {number}"):
             read_rows(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("begin", "what"), [(gzip.compress(b"{}"), "compressed by gzip"), (b"PK\x03\x04", "a zip"), (b"PAR1", "a parquet")]
+)
+def test_a_file_that_only_its_name_makes_json_is_named(begin: bytes, what: str, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(begin)
+    with pytest.raises(DataError, match=f"rows.jsonl is {what}.*: unpack or rename it first"):
+        read_rows(tmp_path / "rows.jsonl")
 
 
 def test_a_file_that_is_missing_empty_broken_or_of_another_kind_is_refused(tmp_path):

@@ -1,7 +1,6 @@
 """Convert a Hugging Face checkpoint into a Megatron one; the same as `slime-retool convert to-megatron`.
 
-    source scripts/models/qwen3-4B.sh
-    python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint DIR --save OUT
+    python tools/convert_hf_to_torch_dist.py --hf-checkpoint DIR --save OUT
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron_bridge.checkpoint import what_it_is
 from slime_retool.chat.codec import TextCodec
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.types import Message, ToolSchema
@@ -29,7 +30,8 @@ def load_tokenizer(path: str | Path, flag: str = "--hf-checkpoint") -> Any:
     Raises ConfigError when the folder or its tokenizer is missing, or when it has no chat template.
     """
     if not Path(path).is_dir():
-        raise ConfigError(f"{flag} {str(path)!r} is not a folder; give a local Hugging Face checkpoint")
+        hint = what_it_is(path)
+        raise ConfigError(f"{flag} {str(path)!r} is not a folder; give a local Hugging Face checkpoint{hint}")
     from transformers import AutoTokenizer
 
     try:

@@ -155,6 +155,11 @@ def _check_hosts(trainers: dict[str, list[int]], engines: list[int], hosts: list
     names = {roles: "actor" if roles == "all" else roles for roles in trainers}
     shares = [(sum(sizes), f"for the {names[roles]}") for roles, sizes in trainers.items()]
     total, present = sum(map(sum, (*trainers.values(), engines))), sum(hosts)
+    if present == 0 < total:
+        raise ConfigError(
+            f"--device cuda: the run needs {total} GPUs and finds none; use --device cpu, or make CUDA_VISIBLE_DEVICES "
+            "show them"
+        )
     if present < total:
         parts = ", ".join(f"{gpus} {what}" for gpus, what in (*shares, (sum(engines), "for engines")))
         raise ConfigError(

@@ -21,14 +21,20 @@ def print_command_line(config: Config, prog: str) -> None:
 
 def flag_lines(config: Config) -> list[str]:
     """The configuration as flags for a shell, one option a line."""
+    lines = option_lines(config, *config.hook_args)
+    for name, values in config.sglang_server_flags.items():
+        lines.append(shlex.join([f"--sglang-{name.removeprefix('--')}", *values]))
+    return lines
+
+
+def option_lines(*objects: Any) -> list[str]:
+    """The flags that differ from their defaults, but secrets, for a shell, one option a line."""
     lines: list[str] = []
-    for token in flags.to_flags(config, *config.hook_args):
+    for token in flags.to_flags(*objects):
         if token.startswith("--"):
             lines.append(token)
         else:
             lines[-1] += f" {shlex.quote(token)}"
-    for name, values in config.sglang_server_flags.items():
-        lines.append(shlex.join([f"--sglang-{name.removeprefix('--')}", *values]))
     return lines
 
 

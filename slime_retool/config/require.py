@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from megatron_bridge import flags
+from megatron_bridge.checkpoint import what_it_is
 from slime_retool.config.config import Config
 from slime_retool.config.data_sets import split_slice
 from slime_retool.errors import ConfigError
@@ -43,8 +44,8 @@ def require_file(path: str, flag: str) -> None:
 
 def require_folder(path: str, flag: str, holds: str) -> None:
     """`path` is a folder with a file `holds`."""
-    require(os.path.isdir(path), f"{flag}: no such folder: {path}")
-    require(os.path.exists(os.path.join(path, holds)), f"{flag}: {path} has no {holds}")
+    require(os.path.isdir(path), f"{flag}: no such folder: {path}{what_it_is(path)}")
+    require(os.path.exists(os.path.join(path, holds)), f"{flag}: {path} has no {holds}{what_it_is(path)}")
 
 
 def require_writable(path: str, flag: str) -> None:

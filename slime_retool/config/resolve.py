@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_bridge.hf_config import HfConfig, model_args_from_hf, read_hf_config
-from megatron_bridge.model_config import ModelArgs
+from megatron_bridge.hf_config import HfConfig, described_by_hf, read_hf_config
 from slime_retool.config.config import Config
 from slime_retool.config.groups import RL_ROLLOUT, SFT_ROLLOUT
 from slime_retool.config.require import as_config_error, require_folder
@@ -51,12 +50,11 @@ def _model(config: Config) -> dict[str, Any]:
     if config.hf_checkpoint is None:
         return {}
     hf = read_checkpoint(config)
-    if config.model_args == ModelArgs():
-        with as_config_error():
-            return asdict(model_args_from_hf(hf))
-    if config.max_position_embeddings is None:
-        return {"max_position_embeddings": hf.get("max_position_embeddings")}
-    return {}
+    with as_config_error():
+        model = described_by_hf(config.model_args, hf)
+    if model.max_position_embeddings is None:
+        model = replace(model, max_position_embeddings=hf.get("max_position_embeddings"))
+    return asdict(model)
 
 
 def _sft(config: Config) -> dict[str, Any]:

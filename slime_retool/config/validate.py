@@ -12,7 +12,7 @@ import os
 
 from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
-from megatron_bridge.checkpoint import LATEST_FILE, exists
+from megatron_bridge.checkpoint import LATEST_FILE, exists, holds_checkpoints, what_it_is
 from megatron_bridge.hf_config import check_against_hf
 from megatron_bridge.lora_spec import TARGET_MODULES
 from megatron_bridge.model_config import nearest_divisor, required
@@ -157,9 +157,12 @@ def _check_checkpoints(config: Config) -> None:
     if config.ref_load is not None:
         require_folder(config.ref_load, "--ref-load", LATEST_FILE)
     resumable = config.load is not None and exists(config.load)
+    for flag, source in config.load_folders.items():
+        other = "" if exists(source) else what_it_is(source)
+        require(not other or not os.path.isdir(source), f"{flag}: {source} has no {LATEST_FILE}{other}")
     require(
         config.ref_load is not None or resumable,
-        "no weights to start from: give --ref-load DIR (made by tools/convert_hf_to_torch_dist.py), or --load DIR "
+        "no weights to start from: give --ref-load DIR (made by `slime-retool convert to-megatron`), or --load DIR "
         f"with a checkpoint in it (got {config.load})",
     )
     if config.save is None:
@@ -169,6 +172,14 @@ def _check_checkpoints(config: Config) -> None:
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
         "name another folder",
     )
+    for role in config.roles:
+        load, save, flag = role.config.load, role.config.save, role.flag("--save")
+        same = load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
+        require(
+            save is None or same or not holds_checkpoints(save),
+            f"{flag} {save} holds the checkpoints of an earlier run, which this one would mix with its own: add "
+            f"{role.flag('--load')} {save} to go on from them, or name another folder",
+        )
     for flag, folder in (config.save_folders | {"--save-hf": config.save_hf}).items():
         if folder is not None:
             require_writable(folder, flag)

@@ -15,6 +15,15 @@ Row = dict[str, Any]
 """One data row: column name -> plain Python value (str, int, float, bool, None, list, dict)."""
 
 
+_NOT_TEXT = {
+    b"\x1f\x8b": "compressed by gzip",
+    b"BZh": "compressed by bzip2",
+    b"\xfd7zXZ": "compressed by xz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "a parquet file",
+}
+"""How files begin that are called .jsonl by mistake."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -100,8 +109,12 @@ def _loads(text: str) -> Any:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
+    content = path.read_bytes()
+    for begin, what in _NOT_TEXT.items():
+        if content.startswith(begin):
+            raise DataError(f"{path} is {what}, not lines of JSON: unpack or rename it first")
     # Lines end at \n only: text may hold other line separators (U+2028, U+0085) which str.splitlines would cut at.
-    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

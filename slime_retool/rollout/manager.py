@@ -23,6 +23,7 @@ from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel
+from slime_retool.tool_use.control_tokens import untrained_control_tokens
 from slime_retool.types import RolloutBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class RolloutManager:
             if config.hf_checkpoint is None:
                 raise ConfigError("--hf-checkpoint is required: its tokenizer renders the prompts")
             tokenizer = load_tokenizer(config.hf_checkpoint)
+            _warn_of_untrained_tokens(config.hf_checkpoint, tokenizer, config.tool_format)
         self.data = PromptDataSource(config, tokenizer)
         self.config = config = with_num_rollout(config, self.data.num_rows)
         self.eval_sets = load_eval_samples(config)
@@ -178,3 +180,15 @@ class RolloutManager:
         await self._context.aclose()
         if self._client is not None:
             await self._client.aclose()
+
+
+def _warn_of_untrained_tokens(checkpoint: str, tokenizer: Any, tool_format: str) -> None:
+    tokens = untrained_control_tokens(checkpoint, tokenizer, tool_format)
+    if tokens:
+        logger.warning(
+            "%s was never trained on %s, which its chat template or --tool-format %s writes: their embedding rows are "
+            "zero or those of other tokens, and a model hardly learns to write them. Give them rows with "
+            "`slime-retool convert init-tokens %s --output-dir OUT` and start from OUT%s",
+            checkpoint, " ".join(tokens), tool_format, checkpoint,
+            "; or, for those of tool calls, use --tool-format retool" if tool_format == "qwen" else "",
+        )  # fmt: skip
