@@ -66,14 +66,15 @@ def _train(argv: Sequence[str] | None) -> int:
 def run(config: Config, check: ServerFlagCheck) -> None:
     """Run the whole loop. Whatever it starts is ended when it returns or raises.
 
-    `check` goes on beside the start of Ray and the reading of the data; trainers and engines wait for it.
+    `check` goes on beside the reading of the data and the start of Ray; trainers and engines wait for it.
     """
     # Imported here, so that --help and configuration errors answer at once.
     from slime_retool.cluster.cluster import Cluster
     from slime_retool.rollout.manager import RolloutManager
 
     os.makedirs(config.output_dir, exist_ok=True)
-    with Cluster(config) as cluster, RolloutManager(config) as rollout:
+    # The data come first: a row that cannot be used ends the start before Ray begins.
+    with RolloutManager(config) as rollout, Cluster(config) as cluster:
         config = rollout.config  # its data say how many rollouts --num-epoch makes
         check.wait()
         first = first_rollout(config)

@@ -35,7 +35,7 @@ sys.exit(int(status))
 
 
 class Start:
-    """What `train.main` and `evaluation.main` start, in order: Ray, the rollout side, then trainers and engines."""
+    """What `train.main` and `evaluation.main` start, in order: the rollout side, Ray, then trainers and engines."""
 
     def __init__(self, go: Path) -> None:
         self.go = go
@@ -123,13 +123,24 @@ MAINS = pytest.mark.parametrize("main", [train.main, evaluation.main], ids=["tra
 @MAINS
 def test_ray_starts_while_sglang_is_asked_and_engines_wait_for_the_answer(main, start: Start, monkeypatch):
     run(main, start, 0, monkeypatch)  # the answer comes only after Ray has begun to start
-    assert start.events == ["Ray starts", "rollout starts", "trainers and engines", "rollout ends", "Ray ends"]
+    assert start.events == ["rollout starts", "Ray starts", "trainers and engines", "Ray ends", "rollout ends"]
+
+
+@MAINS
+def test_data_that_cannot_be_used_end_the_run_in_one_line_before_ray_starts(main, start: Start, monkeypatch, capsys):
+    def refuse(config: Config) -> Part:
+        raise DataError("p.jsonl, row 3: no label")
+
+    for module in (manager, evaluation):
+        monkeypatch.setattr(module, "RolloutManager", refuse)
+    assert run(main, start, 0, monkeypatch) == 2
+    assert start.events == [] and capsys.readouterr().err.endswith("error: p.jsonl, row 3: no label\n")
 
 
 @MAINS
 def test_flags_that_sglang_refuses_end_the_run_before_trainers_and_engines(main, start: Start, monkeypatch, capsys):
     assert run(main, start, 2, monkeypatch) == 2
-    assert start.events == ["Ray starts", "rollout starts", "rollout ends", "Ray ends"]
+    assert start.events == ["rollout starts", "Ray starts", "Ray ends", "rollout ends"]
     message = (
         f"error: SGLang refuses the --sglang-* flags --answer {start.go} 2: sglang.launch_server: error: so it is\n"
     )
@@ -157,7 +168,7 @@ def test_the_question_ends_with_a_start_of_ray_that_fails(
 
     start.ray_starts = fail  # and no answer ever comes
     assert run(main, start, 0, monkeypatch) == code
-    assert start.events == ["Ray starts"]
+    assert start.events == ["rollout starts", "Ray starts", "rollout ends"]
     assert capsys.readouterr().err.endswith(f"error: {error}\n") == (code == 2)
 
 
@@ -168,7 +179,7 @@ def test_an_interrupt_while_the_answer_is_awaited_ends_everything(start: Start, 
 
     monkeypatch.setattr(flag_check.SupervisedProcess, "wait", interrupted)
     assert run(train.main, start, 0, monkeypatch) == 130
-    assert start.events == ["Ray starts", "rollout starts", "rollout ends", "Ray ends"]
+    assert start.events == ["rollout starts", "Ray starts", "Ray ends", "rollout ends"]
 
 
 def test_an_answer_that_does_not_come_is_an_error(start: Start, monkeypatch, capsys):

@@ -15,12 +15,14 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from tool_sandbox import make_tools
+from tool_sandbox import make_tools, tools
 
 from slime_retool.config import Config, flag
 from slime_retool.errors import ConfigError
+from slime_retool.reward import check_label as check_label  # what `reward_func` needs of a data row
 from slime_retool.reward import conversation_messages, default_reward, format_score, shape_tool_use
 from slime_retool.rollout.context import current_context
+from slime_retool.sandbox import Sandbox
 from slime_retool.tool_use import LoopBudgets, ToolRegistry, make_format, run_chat_loop, run_tool_loop
 from slime_retool.types import Sample
 
@@ -38,6 +40,11 @@ class HookArgs:
 
 
 MakeTools = Callable[[Config], AbstractAsyncContextManager[ToolRegistry]]
+
+
+def check_prompt(args: Config, sample: Sample) -> None:
+    """Raise ConfigError for a data row that offers the model a tool which `generate` cannot run."""
+    ToolRegistry(tools(args, Sandbox())).require(sample.tools or [])
 
 
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

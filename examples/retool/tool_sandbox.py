@@ -1,6 +1,6 @@
 """The recipe's one tool: `code_interpreter`, which runs Python in the sandbox.
 
-To give the model a second tool, add it to the registry that `make_tools` yields (see `slime_retool.tool_use.registry`).
+To give the model a second tool, add it to what `tools` returns (see `slime_retool.tool_use.registry`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ SCHEMA = {
 NOTHING_PRINTED = "(no output: print what you want to see)"
 
 
+def tools(args: Config, box: Sandbox | FusionSandbox) -> list[Tool]:
+    """All that the model may call, by `--tool-state`; a sandbox of another host keeps none."""
+    if args.tool_state == "session" and isinstance(box, Sandbox):
+        return [session_interpreter(box)]
+    return [code_interpreter(box)]
+
+
 @asynccontextmanager
 async def make_tools(args: Config) -> AsyncIterator[ToolRegistry]:
     """The registry of the recipe, over one sandbox that all samples of a rollout share.
@@ -51,11 +58,10 @@ async def make_tools(args: Config) -> AsyncIterator[ToolRegistry]:
     )
     if args.sandbox_url is not None:
         async with FusionSandbox(args.sandbox_url, policy) as remote:
-            yield ToolRegistry([code_interpreter(remote)], retries=args.tool_retries)
+            yield ToolRegistry(tools(args, remote), retries=args.tool_retries)
         return
     async with Sandbox(policy) as box:
-        tool = session_interpreter(box) if args.tool_state == "session" else code_interpreter(box)
-        yield ToolRegistry([tool], retries=args.tool_retries)
+        yield ToolRegistry(tools(args, box), retries=args.tool_retries)
 
 
 def code_interpreter(box: Sandbox | FusionSandbox) -> Tool:

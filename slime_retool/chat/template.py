@@ -39,6 +39,9 @@ def load_tokenizer(path: str | Path, flag: str = "--hf-checkpoint") -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{flag} {str(path)!r} has no tokenizer that loads: {reason}") from error
+    # Without its files transformers makes an empty one.
+    if set(tokenizer.encode("x 1", add_special_tokens=False)) <= {tokenizer.unk_token_id}:
+        raise ConfigError(f"{flag} {str(path)!r} has no tokenizer that loads: it is empty; add tokenizer.json")
     if not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer in {str(path)!r} has no chat template; use an instruct model's, or add chat_template.jinja"

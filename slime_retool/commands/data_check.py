@@ -14,16 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_bridge.flags import option_name
 from slime_retool.chat import ChatTemplate, load_tokenizer
+from slime_retool.config import Config
 from slime_retool.data.loss_mask import tokenize_conversation
-from slime_retool.data.messages import parse_messages, parse_tools
-from slime_retool.data.questions import question_and_answer
+from slime_retool.data.questions import known_columns
 from slime_retool.data.readers import Row, read_rows
-from slime_retool.errors import DataError, SlimeRetoolError, run_command
+from slime_retool.data.rows import check_sample, read_sample
+from slime_retool.errors import SlimeRetoolError, UserError, run_command
 from slime_retool.reward import compute_score
+from slime_retool.rollout.generate import check_prompt as check_no_tools
+from slime_retool.rollout.hooks import row_checks
+from slime_retool.types import Message, Sample, ToolSchema
 
 PROG = "slime-retool data check"
 MODES = ("dapo", "math_verify")
+COLUMNS = ("input_key", "label_key", "tool_key", "metadata_key")
+HOOKS = ("custom_generate_function_path", "custom_rm_path")
 SHOWN = 5
 
 
@@ -62,39 +69,61 @@ class Report:
         return found
 
 
-def check_file(path: str, template: ChatTemplate | None = None) -> Report:
-    """Check every row. Raises ConfigError or DataError for a file that cannot be read at all."""
+def check_file(path: str, template: ChatTemplate | None = None, config: Config | None = None) -> Report:
+    """Check every row as training reads it. Raises ConfigError or DataError for a file that cannot be read at all.
+
+    `config` names columns and hooks. Without it the first known columns of a row are read, and text is a question.
+    """
     report = Report(path)
+    checks = row_checks(config or Config())
+    if config is None or config.custom_generate_function_path is None:
+        checks = [check for check in checks if check is not check_no_tools]  # a hook that runs tools may be meant
     for number, row in enumerate(read_rows(path), start=1):
         report.rows += 1
         try:
-            if row.get("messages") is not None:
-                _check_conversation(report, row, template)
+            sample = read_sample(row, number - 1, config or _guess(row))
+            if isinstance(sample.prompt, list) and _is_conversation(sample, row, config):
+                _check_conversation(report, sample.prompt, sample.tools, template)
             else:
-                _check_question(report, row, number, template)
-        except DataError as error:
+                ids = check_sample(sample, config or Config(), template, checks, measure=True)
+                report.lengths += [] if template is None else [ids]
+                _check_question(report, sample, number)
+        except UserError as error:
             report.failures.append(f"row {number}: {error}")
     return report
 
 
-def _check_conversation(report: Report, row: Row, template: ChatTemplate | None) -> None:
+def _guess(row: Row) -> Config:
+    """What training has to be told to read this row."""
+    if row.get("messages") is not None:
+        return Config(input_key="messages")
+    input_key, label_key = known_columns(row, "the row")
+    return Config(input_key=input_key, label_key=label_key, apply_chat_template=True)
+
+
+def _is_conversation(sample: Sample, row: Row, config: Config | None) -> bool:
+    """Whether the row is one to learn from in SFT, and not a prompt."""
+    if config is None:
+        return row.get("messages") is not None
+    return sample.label is None and isinstance(sample.prompt, list) and sample.prompt[-1]["role"] == "assistant"
+
+
+def _check_conversation(
+    report: Report, messages: list[Message], tools: list[ToolSchema] | None, template: ChatTemplate | None
+) -> None:
     report.conversations += 1
-    messages = parse_messages(row["messages"], "messages")
-    tools = parse_tools(row.get("tools"), "tools")
     if template is not None:
         ids, mask = tokenize_conversation(template, messages, tools)
         report.lengths.append(len(ids))
         report.supervised += sum(mask)
 
 
-def _check_question(report: Report, row: Row, number: int, template: ChatTemplate | None) -> None:
-    question, answer = question_and_answer(row, "the row")
-    report.labels.setdefault(question.strip(), set()).add(answer)
-    if template is not None:
-        prompt = row.get("prompt")
-        messages = [{"role": "user", "content": question}] if prompt is None or isinstance(prompt, str) else prompt
-        ids = template.prompt_ids(parse_messages(messages, "prompt"), parse_tools(row.get("tools"), "tools"))
-        report.lengths.append(len(ids))
+def _check_question(report: Report, sample: Sample, number: int) -> None:
+    answer = sample.label
+    if answer is None:  # and the reward hook needs none
+        return
+    told = [sample.prompt] if isinstance(sample.prompt, str) else [message["content"] for message in sample.prompt]
+    report.labels.setdefault("\n".join(told).strip(), set()).add(answer)
     for mode in MODES:
         if not compute_score(f"Answer: \\boxed{{{answer}}}", answer, mode)["acc"]:
             report.wrong[mode] += 1
@@ -107,16 +136,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl or .parquet; FILE@[a:b] for some of its rows")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of a Hugging Face tokenizer with a chat template")
+    group = parser.add_argument_group("as training has them (default: the first known columns that a row has)")
+    for name in COLUMNS + HOOKS:
+        group.add_argument(option_name(name), metavar="NAME" if name in COLUMNS else "MODULE.FUNCTION")
+    group.add_argument("--apply-chat-template", action="store_true", help="text prompts are one user message")
     args = parser.parse_args(argv)
-    return run_command(PROG, lambda: _check(args.files, args.tokenizer), mistakes=SlimeRetoolError)
+    given = {name: value for name in COLUMNS + HOOKS if (value := vars(args)[name]) is not None}
+    config = Config(apply_chat_template=args.apply_chat_template, **given) if given else None
+    return run_command(PROG, lambda: _check(args.files, args.tokenizer, config), mistakes=SlimeRetoolError)
 
 
-def _check(files: Sequence[str], tokenizer_folder: str | None) -> int:
+def _check(files: Sequence[str], tokenizer_folder: str | None, config: Config | None) -> int:
     """Print a line of JSON for each file, and its first failures on stderr. Returns 1 when there are any."""
     template = ChatTemplate(load_tokenizer(tokenizer_folder, "--tokenizer")) if tokenizer_folder is not None else None
     failed = False
     for file in files:
-        report = check_file(file, template)
+        report = check_file(file, template, config)
         failed = failed or bool(report.failures)
         print(json.dumps(report.summary(), ensure_ascii=False))
         for failure in report.failures[:SHOWN]:

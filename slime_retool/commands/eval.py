@@ -36,7 +36,7 @@ READ = {
     *("input_key", "label_key", "tool_key", "metadata_key", "apply_chat_template"),
     *("custom_generate_function_path", "custom_rm_path", "rm_type", "reward_timeout", "reward_key"),
     "accuracy_threshold",
-    *("rollout_max_response_len", "rollout_max_context_len"),
+    *("rollout_max_response_len", "rollout_max_context_len", "skip_bad_rows"),
     *("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids"),
     *("rollout_request_timeout", "rollout_request_retries", "output_dir", "no_progress"),
 } - {"eval_interval", "skip_eval_before_train"}
@@ -85,7 +85,7 @@ def _as_evaluation(config: Config) -> Config:
         num_epoch=None,
         # No batch is trained on: as many as any number of ranks divides, and as an engine's cache is to hold at once.
         rollout_batch_size=config.rollout_batch_size or PROMPTS_AT_ONCE * config.world_size,
-        prompt_data=config.prompt_data or config.eval_prompt_data[1:2],
+        prompt_data=config.eval_prompt_data[1:2],
         input_key=config.eval_input_key or config.input_key,
         label_key=config.eval_label_key or config.label_key,
     )
@@ -94,7 +94,7 @@ def _as_evaluation(config: Config) -> Config:
 def _from_checkpoint(config: Config) -> dict[str, float]:
     from slime_retool.cluster.cluster import Cluster
 
-    with ServerFlagCheck(config) as check, Cluster(config) as cluster, RolloutManager(config) as rollout:
+    with ServerFlagCheck(config) as check, RolloutManager(config) as rollout, Cluster(config) as cluster:
         check.wait()
         logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
         rollout.connect(cluster.engines.start_router(cluster.engines.start()))

@@ -112,6 +112,14 @@ class Config(
         return find_loss(self.loss_type, self.algorithm)
 
     @property
+    def prompt_limit(self) -> tuple[int | None, str]:
+        """Tokens that a prompt may have, and how a message says so. A context must have room for an answer too."""
+        longest, context = self.rollout_max_prompt_len, self.rollout_max_context_len
+        if context is None or self.loss.supervised or (longest is not None and longest < context):
+            return longest, f"--rollout-max-prompt-len {longest} tokens"
+        return context - 1, f"{context - 1} tokens, and --rollout-max-context-len {context} must hold an answer too"
+
+    @property
     def loss_terms(self) -> list[tuple[LossTerm, float]]:
         """The loss and what is added to it, each with its weight."""
         return active_terms(self.loss, self)

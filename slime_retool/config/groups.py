@@ -144,6 +144,11 @@ class DataArgs:
     rollout_shuffle: bool = flag(False, help="Shuffle the rows anew in every epoch.")
     rollout_seed: int = flag(42, help="Seed of the shuffle.")
     rollout_max_prompt_len: int | None = flag(None, min=1, help="Leave out rows whose prompt has more tokens.")
+    skip_bad_rows: bool = flag(
+        False,
+        help="Leave out rows that cannot be used and list them in --output-dir/skipped_rows.jsonl (default: the first "
+        "one ends the start).",
+    )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def parse_tools(value: Any, where: str) -> list[ToolSchema] | None:
     tools = [parse_json(tool, where) for tool in tools]
     for tool in tools:
         _function(tool, f"{where}: a tool schema")
-    return tools
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
 def _function(value: Any, what: str) -> dict[str, Any]:

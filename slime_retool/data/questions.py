@@ -35,21 +35,26 @@ def _text(value: Any) -> str | None:
     return (text.replace(",", "") if _GROUPED_INTEGER.fullmatch(text) else text) or None
 
 
+def known_columns(row: Row, where: str) -> tuple[str, str]:
+    """The first of `SCHEMAS` that has a question and a label in `row`. Raises DataError, naming `where`."""
+    for question_key, label_key in SCHEMAS:
+        if row.get(question_key) is not None and read_label(row, label_key) is not None:
+            return question_key, label_key
+    known = ", ".join(f"{question}+{label}" for question, label in SCHEMAS)
+    raise DataError(
+        f"{where}: needs one of the column pairs {known} (or reward_model.ground_truth), the label not empty; "
+        f"it has {', '.join(row)}"
+    )
+
+
 def question_and_answer(row: Row, where: str) -> tuple[str, str]:
     """The question's text as it stands in the row, and its label (see `read_label`).
 
     Raises DataError, naming `where`, when no known schema fits.
     """
-    for question_key, label_key in SCHEMAS:
-        text, label = row.get(question_key), read_label(row, label_key)
-        if text is not None and label is not None:
-            break
-    else:
-        known = ", ".join(f"{question}+{label}" for question, label in SCHEMAS)
-        raise DataError(
-            f"{where}: needs one of the column pairs {known} (or reward_model.ground_truth), the label not empty; "
-            f"it has {', '.join(row)}"
-        )
+    question_key, label_key = known_columns(row, where)
+    text, label = row[question_key], read_label(row, label_key)
+    assert label is not None
     if not isinstance(text, str):
         users = [m["content"] for m in parse_messages(text, f"{where}, {question_key}") if m["role"] == "user"]
         if len(users) != 1:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
 from slime_retool.config.data_sets import DataSet
-from slime_retool.data.messages import parse_messages, parse_tools
-from slime_retool.data.questions import read_label
-from slime_retool.data.readers import Row, parse_json, read_rows
+from slime_retool.data.rows import RowReader
+from slime_retool.data.rows import samples_from_file as samples_from_file
 from slime_retool.errors import ConfigError, DataError
-from slime_retool.types import Message, Sample
+from slime_retool.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +28,13 @@ class PromptDataSource:
     Raises ConfigError or DataError for a file that cannot be used, DataError when the length filter leaves nothing.
     """
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, tokenizer: Any, reader: RowReader | None = None) -> None:
+        reader = reader or RowReader(config, tokenizer)
         sets = config.prompt_sets
         if not sets:
             raise ConfigError("--prompt-data is required: give a .jsonl or .parquet file")
         self._copies = config.n_samples_per_prompt
-        self._streams = [_Stream(each, config, tokenizer, with_source=len(sets) > 1) for each in sets]
+        self._streams = [_Stream(each, config, reader, with_source=len(sets) > 1) for each in sets]
         self._weights = [
             each.weight or float(stream.num_rows) for each, stream in zip(sets, self._streams, strict=True)
         ]
@@ -108,18 +105,13 @@ class PromptDataSource:
 class _Stream:
     """The rows of one data set, epoch after epoch."""
 
-    def __init__(self, data: DataSet, config: Config, tokenizer: Any, *, with_source: bool) -> None:
+    def __init__(self, data: DataSet, config: Config, reader: RowReader, *, with_source: bool) -> None:
         self.name, self.shuffle, self.seed = data.name, config.rollout_shuffle, config.rollout_seed
-        self.rows = samples_from_file(data.file, config)
-        before, limit = len(self.rows), config.rollout_max_prompt_len
-        if limit is not None:
-            template = ChatTemplate(tokenizer)
-            self.rows = [sample for sample in self.rows if _prompt_length(template, sample, data.file) <= limit]
-        self.num_dropped = before - len(self.rows)
+        limit, limit_text = config.prompt_limit
+        self.rows, self.num_dropped = reader.read(data.file, limit=limit)
+        before = len(self.rows) + self.num_dropped
         if not self.rows:
-            raise DataError(
-                f"{data.file}: all {before} prompts have more than --rollout-max-prompt-len {limit} tokens; raise it"
-            )
+            raise DataError(f"{data.file}: all {before} prompts have more than {limit_text}; raise it")
         if self.num_dropped:
             logger.warning(
                 "%s: %d of %d rows left out, their prompt has more than %d tokens",
@@ -151,56 +143,18 @@ class _Stream:
         return self.rows[self._order[self.offset - 1]]
 
 
-def samples_from_file(
-    path: str | Path, config: Config, *, input_key: str | None = None, label_key: str | None = None
-) -> list[Sample]:
-    """One PENDING sample per row, in file order; `index` and `group_index` are the row's number.
-
-    A message list (or JSON text of one) stays a conversation; other text is the prompt itself or, with
-    `--apply-chat-template`, one user message. For the label see `read_label`; rows without one
-    are named in a warning. Metadata holds the metadata column (else verl's `extra_info`) and `data_source`.
-
-    Raises ConfigError or DataError, naming file and row.
-    """
-    input_key, label_key = input_key or config.input_key, label_key or config.label_key
-    samples = []
-    for number, row in enumerate(read_rows(path)):
-        where = f"{path}, row {number + 1}"
-        if row.get(input_key) is None:
-            raise DataError(
-                f"{where}: no column {input_key!r}, only {', '.join(row)}; set --input-key (--eval-input-key)"
-            )
-        samples.append(
-            Sample(
-                prompt=_prompt(row[input_key], config.apply_chat_template, f"{where}, column {input_key!r}"),
-                label=read_label(row, label_key),
-                index=number,
-                group_index=number,
-                tools=parse_tools(row.get(config.tool_key), f"{where}, column {config.tool_key!r}"),
-                metadata=_metadata(row, config.metadata_key, where),
-            )
-        )
-    unlabelled = [str(sample.index + 1) for sample in samples if sample.label is None]
-    if unlabelled and not config.loss.supervised:
-        count, shown = f"{len(unlabelled)} of {len(samples)}", ", ".join(unlabelled[:5])
-        logger.warning("%s: %s rows have no label in column %r; the first: row %s", path, count, label_key, shown)
-    return samples
-
-
-def load_eval_samples(config: Config) -> dict[str, list[Sample]]:
-    """The evaluation sets of `--eval-prompt-data` by name, one sample per row (see `samples_from_file`).
+def load_eval_samples(config: Config, reader: RowReader | None = None) -> dict[str, list[Sample]]:
+    """The evaluation sets of `--eval-prompt-data` by name, one sample per row (see `RowReader.read`).
 
     Raises ConfigError for two sets of one name.
     """
-    names = [name for name, _ in config.eval_sets]
+    names, reader = [name for name, _ in config.eval_sets], reader or RowReader(config)
     if len(set(names)) != len(names):
         raise ConfigError(f"--eval-prompt-data names must differ, got {', '.join(names)}")
     return {
-        name: samples_from_file(
-            path, config, input_key=config.eval_input_key, label_key=config.eval_label_key
-        )
+        name: reader.read(path, input_key=config.eval_input_key, label_key=config.eval_label_key)[0]
         for name, path in config.eval_sets
-    }  # fmt: skip
+    }
 
 
 def copy_sample(sample: Sample, index: int, group_index: int) -> Sample:
@@ -215,40 +169,6 @@ def copy_sample(sample: Sample, index: int, group_index: int) -> Sample:
         tools=copy.deepcopy(sample.tools),
         metadata=copy.deepcopy(sample.metadata),
     )
-
-
-def _prompt_length(template: ChatTemplate, sample: Sample, file: str) -> int:
-    try:
-        return len(template.prompt_ids(sample.prompt, sample.tools))
-    except DataError as error:
-        raise DataError(f"{file}, row {sample.index + 1}: {error}") from error
-
-
-def _prompt(value: Any, as_user_message: bool, where: str) -> list[Message] | str:
-    if isinstance(value, str) and not _is_message_text(value):
-        return [{"role": "user", "content": value}] if as_user_message else value
-    return parse_messages(value, where)
-
-
-def _is_message_text(text: str) -> bool:
-    """Whether `text` is JSON of a message list, and not a question that happens to begin with a bracket."""
-    if not text.lstrip().startswith("[{"):
-        return False
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return False
-    return all(isinstance(item, dict) and "role" in item for item in value)
-
-
-def _metadata(row: Row, key: str, where: str) -> dict[str, Any]:
-    column = key if row.get(key) is not None else "extra_info"
-    metadata = parse_json(row.get(column) or {}, f"{where}, column {column!r}")
-    if not isinstance(metadata, dict):
-        raise DataError(f"{where}: column {column!r} must hold an object, got {str(metadata)[:80]!r}")
-    if row.get("data_source") is not None:
-        metadata = {"data_source": row["data_source"], **metadata}
-    return metadata
 
 
 def next_of_mixture(drawn: Sequence[int], weights: Sequence[float]) -> int:

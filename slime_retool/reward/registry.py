@@ -13,13 +13,19 @@ if TYPE_CHECKING:
     from slime_retool.config import Config
 
 
+def check_label(args: Config, sample: Sample) -> None:
+    """Raise ConfigError for a data row without a label, before a run starts: `default_reward` needs one."""
+    if sample.label is None:
+        raise ConfigError("it has no label to compare with; check --label-key, or give a --custom-rm-path of your own")
+
+
 async def default_reward(args: Config, sample: Sample) -> dict[str, Any]:
     """Score `sample.response` against `sample.label` by `args.rm_type` (see `compute_score`).
 
     Raises ConfigError when the sample has no label, RewardError on an outage of the scorer.
     """
-    if sample.label is None:
-        raise ConfigError(f"sample {sample.index} has no label to compare with; check --label-key")
+    check_label(args, sample)
+    assert sample.label is not None
     if args.rm_type == "dapo":  # microseconds
         return compute_score(sample.response, sample.label)
     return await asyncio.to_thread(compute_score, sample.response, sample.label, args.rm_type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime_retool.config import Config
+from slime_retool.errors import ConfigError
 from slime_retool.rollout.context import current_context
 from slime_retool.tool_use.chat_loop import run_chat_loop
 from slime_retool.tool_use.loop import LoopBudgets, append_turn
@@ -17,6 +18,15 @@ STATUS_OF_FINISH = {
     "abort": SampleStatus.ABORTED,
 }
 """What the finish reason of the last turn says about the sample."""
+
+
+def check_prompt(args: Config, sample: Sample) -> None:
+    """Raise ConfigError for a data row with tools: the model would be shown them, and no call of it run."""
+    if sample.tools:
+        raise ConfigError(
+            f"it offers tools in column {args.tool_key!r}, and no hook runs them; give a "
+            "--custom-generate-function-path that does (generate_with_retool.generate, say) or remove the column"
+        )
 
 
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_retool.config import Config
+from slime_retool.data.rows import RowCheck
 from slime_retool.errors import RolloutError
-from slime_retool.protocols import GenerateFn, load_function
+from slime_retool.protocols import GenerateFn, load_function, load_module
 from slime_retool.reward.runner import RewardRunner
 from slime_retool.rollout.failure_log import FailureLog
 from slime_retool.types import Sample, SampleStatus, Span, timed
@@ -78,6 +79,19 @@ class Hooks:
             generate,
             reward,
         )
+
+
+def row_checks(config: Config) -> list[RowCheck]:
+    """What the hooks need of a data row: `check_prompt` of the module of `generate`, `check_label` of the reward's.
+
+    A module without such a function takes every row.
+    """
+    paths = {
+        "check_prompt": config.custom_generate_function_path or DEFAULT_GENERATE,
+        "check_label": config.custom_rm_path or DEFAULT_REWARD,
+    }
+    modules = {name: load_module(path).__dict__ for name, path in paths.items()}
+    return [module[name] for name, module in modules.items() if name in module]
 
 
 async def run_sample(

@@ -8,11 +8,15 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from slime_retool.chat import load_tokenizer
 from slime_retool.config import Config
+from slime_retool.config.groups import RL_ROLLOUT
 from slime_retool.config.schedule import with_num_rollout
+from slime_retool.data.readers import write_rows
+from slime_retool.data.rows import RowReader
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import RolloutFn, load_function
@@ -22,7 +26,7 @@ from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
-from slime_retool.rollout.hooks import Hooks, cancel
+from slime_retool.rollout.hooks import Hooks, cancel, row_checks
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -49,9 +53,14 @@ class RolloutManager:
                 raise ConfigError("--hf-checkpoint is required: its tokenizer renders the prompts")
             tokenizer = load_tokenizer(config.hf_checkpoint)
             _warn_of_untrained_tokens(config.hf_checkpoint, tokenizer, config.tool_format)
-        self.data = PromptDataSource(config, tokenizer)
+        scored = config.rollout_function_path == RL_ROLLOUT  # another function may use no hook
+        reader = RowReader(config, tokenizer, row_checks(config) if scored else ())
+        self.data = PromptDataSource(config, tokenizer, reader)
         self.config = config = with_num_rollout(config, self.data.num_rows)
-        self.eval_sets = load_eval_samples(config)
+        self.eval_sets = load_eval_samples(config, reader)
+        if reader.skipped:
+            path = Path(config.output_dir) / "skipped_rows.jsonl"
+            logger.warning("%d rows cannot be used and are left out, see %s", write_rows(path, reader.skipped), path)
         self._rollout: RolloutFn = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:
             Hooks.load(config)
