@@ -137,6 +137,13 @@ def test_a_server_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: Pa
             process.wait_until_ready(lambda: False, 120, "the server")
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_signal_that_ended_a_server_is_named(number: signal.Signals, tmp_path: Path):
+    with start(tmp_path, new_mark(), f"import os; os.kill(os.getpid(), {int(number)})") as process:
+        with pytest.raises(ServerError, match=f"the server was ended by {number.name} while starting"):
+            process.wait_until_ready(lambda: False, 120, "the server")
+
+
 def test_the_log_of_an_earlier_server_says_nothing_about_this_one(tmp_path: Path):
     """Else a line about a taken port would have a server that cannot start started four times."""
     (tmp_path / "log.txt").write_text("Address already in use\n")
