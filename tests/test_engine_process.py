@@ -22,7 +22,7 @@ import pytest
 from sglang_utils import engine_config, processes_with
 
 from slime_retool.config import Config, parse_config
-from slime_retool.config.engines import check_engines
+from slime_retool.config.engines import check_engines, warn_of_graphs
 from slime_retool.engine import flag_check
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import REPORT_LOADER
@@ -342,13 +342,14 @@ def test_the_world_that_engines_have_anyway_may_be_named():
         ("--sglang-cuda-graph-bs 8 256 64 --sglang-server-concurrency 300", "256 is below the 300"),
         ("--sglang-cuda-graph-max-bs 256 --rollout-num-gpus 2", None),
         ("--sglang-cuda-graph-max-bs 256 --sglang-server-concurrency 256", None),
+        ("--sglang-cuda-graph-max-bs 256 --sglang-max-running-requests 256", None),
         ("--sglang-cuda-graph-max-bs 512", None),
         ("", None),
     ],
 )
 def test_graphs_smaller_than_the_requests_in_flight_are_warned_of_once_with_both_numbers(flags, numbers, caplog):
     sizes = "--rollout-batch-size 64 --n-samples-per-prompt 8 --sglang-server-concurrency 1000"
-    check_engines(parse_config([*sizes.split(), *flags.split()]))
+    warn_of_graphs(parse_config([*sizes.split(), *flags.split()]))
     assert len(caplog.messages) == (numbers is not None)
     assert numbers is None or numbers in caplog.text
 
