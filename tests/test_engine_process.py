@@ -22,7 +22,7 @@ import pytest
 from sglang_utils import engine_config, processes_with
 
 from slime_retool.config import Config, parse_config
-from slime_retool.config.engines import check_engines
+from slime_retool.config.engines import check_engines, warn_of_graphs
 from slime_retool.engine import flag_check
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import REPORT_LOADER
@@ -134,6 +134,13 @@ def test_a_server_started_from_a_thread_outlives_the_thread(tmp_path: Path):
 def test_a_server_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: Path):
     with start(tmp_path, new_mark(), "print('no such model'); raise SystemExit(3)") as process:
         with pytest.raises(ServerError, match="ended with status 3 while starting(.|\n)*no such model"):
+            process.wait_until_ready(lambda: False, 120, "the server")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_signal_that_ended_a_server_is_named(number: signal.Signals, tmp_path: Path):
+    with start(tmp_path, new_mark(), f"import os; os.kill(os.getpid(), {int(number)})") as process:
+        with pytest.raises(ServerError, match=f"the server was ended by {number.name} while starting"):
             process.wait_until_ready(lambda: False, 120, "the server")
 
 
@@ -335,13 +342,14 @@ def test_the_world_that_engines_have_anyway_may_be_named():
         ("--sglang-cuda-graph-bs 8 256 64 --sglang-server-concurrency 300", "256 is below the 300"),
         ("--sglang-cuda-graph-max-bs 256 --rollout-num-gpus 2", None),
         ("--sglang-cuda-graph-max-bs 256 --sglang-server-concurrency 256", None),
+        ("--sglang-cuda-graph-max-bs 256 --sglang-max-running-requests 256", None),
         ("--sglang-cuda-graph-max-bs 512", None),
         ("", None),
     ],
 )
 def test_graphs_smaller_than_the_requests_in_flight_are_warned_of_once_with_both_numbers(flags, numbers, caplog):
     sizes = "--rollout-batch-size 64 --n-samples-per-prompt 8 --sglang-server-concurrency 1000"
-    check_engines(parse_config([*sizes.split(), *flags.split()]))
+    warn_of_graphs(parse_config([*sizes.split(), *flags.split()]))
     assert len(caplog.messages) == (numbers is not None)
     assert numbers is None or numbers in caplog.text
 

@@ -378,6 +378,14 @@ async def test_a_full_context_cuts_the_answer_and_is_no_outage(text: str):
     assert sample.status is SampleStatus.TRUNCATED and sample.response.startswith("first") and sample.error is None
 
 
+@pytest.mark.parametrize("text", ["'tools': array too long", "no such model", "top_k: unknown argument"])
+async def test_another_refusal_is_no_full_context_and_keeps_its_reason(text: str):
+    async with strict_endpoint(lambda body: text, reply()) as (client, seen):
+        with pytest.raises(EngineError, match=f"HTTP 400: .*{text}"):
+            await client.chat([], PARAMS, [])
+        assert len(seen) == 1
+
+
 @pytest.mark.parametrize("status", [401, 404, 429, 500, 503])
 async def test_an_outage_is_no_full_context(status: int, monkeypatch):
     monkeypatch.setattr("slime_retool.rollout.chat_endpoint.BACKOFF_SECONDS", 0.01)

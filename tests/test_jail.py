@@ -299,7 +299,7 @@ def test_large_code_to_a_stuck_session_does_not_block_others(level: str) -> None
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_zygote_and_broker_are_replaced_when_they_die(level: str) -> None:
+def test_zygote_and_broker_are_replaced_when_they_die(level: str, caplog: pytest.LogCaptureFixture) -> None:
     async def use(box: Sandbox) -> tuple[Result, ...]:
         session = box.session("s")
         await session.run("x = 1")
@@ -328,6 +328,7 @@ def test_zygote_and_broker_are_replaced_when_they_die(level: str) -> None:
     assert lost.status is Status.UNAVAILABLE and "lost" in lost.error
     assert during.status is Status.UNAVAILABLE and "broker ended (killed by SIGKILL" in during.error
     assert after_broker.result == "3"
+    assert "broker ended (killed by SIGKILL" in caplog.text and "another one is started" in caplog.text
 
 
 def test_a_zygote_that_ended_with_requests_unread_does_not_end_the_broker() -> None:

@@ -116,7 +116,10 @@ class EngineActor:
     def check(self) -> None:
         """Raise ServerError with the end of the log when the server has died."""
         if not self._engine.alive:
-            raise ServerError(f"SGLang engine {self._rank} has died. The end of its log:\n{self._engine.log_tail()}")
+            raise ServerError(
+                f"SGLang engine {self._rank} has died: it {self._engine.ending}. The end of its log:\n"
+                f"{self._engine.log_tail()}"
+            )
 
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the engine holds it, by Hugging Face name."""

@@ -89,7 +89,8 @@ class Engines:
         """Raise when an engine or the router has died since the last look."""
         results(call(self._actors, "check"))
         if self._router is not None and not self._router.alive:
-            raise ServerError(f"the router has died. The end of its log:\n{self._router.log_tail()}")
+            router = self._router
+            raise ServerError(f"the router has died: it {router.ending}. The end of its log:\n{router.log_tail()}")
 
     @contextmanager
     def checked(self) -> Iterator[None]:

@@ -61,13 +61,19 @@ def check_server_flags(config: Config) -> None:
         )
 
 
-def _warn_of_graphs(config: Config) -> None:
+def warn_of_graphs(config: Config) -> None:
     """Say where an engine decodes more requests at once than its CUDA graphs hold: two to three times slower."""
+    if config.debug_train_only:
+        return
     prompts = max(config.rollout_batch_size or 0, config.over_sampling_batch_size or 0)
     samples = math.ceil(prompts * config.n_samples_per_prompt / max(1, config.num_engines))
-    running = min(samples, config.sglang_server_concurrency)
-    for name in GRAPH_FLAGS & config.sglang_server_flags.keys():
-        sizes = [int(value) for value in config.sglang_server_flags[name] if value.isdecimal()]
+    given = {
+        name: [int(value) for value in values if value.isdecimal()]
+        for name, values in config.sglang_server_flags.items()
+        if name in GRAPH_FLAGS or name == "--max-running-requests"
+    }
+    running = min(samples, config.sglang_server_concurrency, *given.pop("--max-running-requests", []))
+    for name, sizes in given.items():
         if sizes and max(sizes) < running:
             logger.warning(
                 "--sglang-%s %d is below the %d requests that each engine gets at once: larger batches decode without "
@@ -81,7 +87,6 @@ def check_engines(config: Config) -> None:
     if config.debug_train_only:
         return
     check_server_flags(config)
-    _warn_of_graphs(config)
     per_engine = config.rollout_num_gpus_per_engine
     total = config.rollout_num_gpus or (config.world_size if config.colocate else per_engine)
     if total % per_engine:

@@ -18,7 +18,7 @@ from megatron_bridge.lora_spec import TARGET_MODULES
 from megatron_bridge.model_config import nearest_divisor, required
 from slime_retool.config.algorithm import check_algorithm
 from slime_retool.config.config import HOOK_PATHS, Config
-from slime_retool.config.engines import check_engines
+from slime_retool.config.engines import check_engines, warn_of_graphs
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.require import (
     as_config_error,
@@ -58,6 +58,7 @@ def validate(config: Config) -> None:
     _check_optimizer(config)
     check_precision(config)
     check_engines(config)
+    warn_of_graphs(config)
     _check_tools(config)
     _check_hooks(config)
     _check_room(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -110,6 +111,15 @@ class SupervisedProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def ending(self) -> str:
+        """How the command ended, in words; for one that has."""
+        status = self._process.returncode
+        number = -status if status < 0 else status - 128  # the supervisor's own end, or what it says of the command's
+        if number in {*signal.Signals}:
+            return f"was ended by {signal.Signals(number).name}"
+        return f"ended with status {status}"
+
     def log_tail(self) -> str:
         """The last lines that the server wrote; what an earlier one left in the same file is not among them."""
         with open(self.log_path, "rb") as log:
@@ -127,7 +137,7 @@ class SupervisedProcess:
                 break
             time.sleep(0.2)
         else:
-            problem = f"ended with status {self._process.returncode} while starting"
+            problem = f"{self.ending} while starting"
         raise ServerError(f"{what} {problem}; end of {self.log_path}:\n{self.log_tail()}")
 
     def wait(self, timeout: float) -> int | None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 BACKOFF_SECONDS, BACKOFF_LIMIT_SECONDS = 1.0, 60.0
 CONTEXT_FULL = re.compile(
-    r"context[_ ](length|window|size|limit)|(prompt|input|request)\b.{0,60}too (long|large)|number of tokens allowed",
+    r"context[_ ](length|window|size|limit)|(prompt|input)\b.{0,60}too (long|large)|number of tokens allowed",
     re.IGNORECASE | re.DOTALL,
 )
 """What servers say of a conversation that leaves no room for a reply of the length asked for."""
