@@ -51,6 +51,7 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["slime_retool*", "megatron_bridge*"]),
     package_data={"slime_retool": ["py.typed", "commands/viewer/assets/*"], "megatron_bridge": ["py.typed"]},
+    data_files=[("share/slime-retool/models", sorted(map(str, Path("scripts/models").glob("*.sh"))))],
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["slime-retool=slime_retool.cli:main"]},

@@ -73,7 +73,7 @@ def test_every_sample_in_flight_may_wait_for_the_sandbox(monkeypatch: pytest.Mon
             pass
 
     make_tools = load_function("tool_sandbox.make_tools")
-    monkeypatch.setattr("tool_sandbox.Sandbox", Box)
+    monkeypatch.setattr("slime_retool.recipes.retool.tool_sandbox.Sandbox", Box)
     config = Config(rollout_batch_size=512, over_sampling_batch_size=1024, n_samples_per_prompt=16)
 
     async def enter() -> None:
