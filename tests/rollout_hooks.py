@@ -21,12 +21,19 @@ class CharTokenizer:
     is_fast = False
     added_tokens_decoder: dict[int, Any] = {}
     all_special_ids: list[int] = []
+    all_special_tokens: list[str] = []
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(c) for c in text]
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(map(chr, ids))
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return ord(token)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        return "".join(message["content"] for message in messages)
 
 
 class ScriptedEngine:
