@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron_bridge.hf_config import check_tokenizer
 from slime_retool.chat.codec import TextCodec
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.types import Message, ToolSchema
@@ -30,6 +31,10 @@ def load_tokenizer(path: str | Path, flag: str = "--hf-checkpoint") -> Any:
     """
     if not Path(path).is_dir():
         raise ConfigError(f"{flag} {str(path)!r} is not a folder; give a local Hugging Face checkpoint")
+    try:
+        check_tokenizer(path)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from error
     from transformers import AutoTokenizer
 
     try:
