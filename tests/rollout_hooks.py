@@ -142,6 +142,14 @@ async def nan_reward(args: Config, sample: Sample) -> float:
     return float("nan")
 
 
+async def empty_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """Ends without a return."""
+
+
+async def text_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    return "an answer"
+
+
 async def forgetful_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Forgets to set a status."""
     return sample
