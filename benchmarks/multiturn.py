@@ -202,7 +202,7 @@ def engine_config(args: argparse.Namespace, work: Path, checkpoint: Path) -> Con
 
 
 def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    from slime_retool.chat import load_tokenizer
+    from slime_retool.chat import ChatTemplate, load_tokenizer
     from slime_retool.engine.router import RouterProcess
     from slime_retool.engine.server import EngineProcess
     from slime_retool.rollout.engine_client import RouterClient
@@ -210,7 +210,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     checkpoint = prepare(args.weights or work, args.model, converted=False) / "hf"
     config = engine_config(args, work, checkpoint)
     tokenizer = load_tokenizer(str(checkpoint))
-    params = training_sampling_params(config)
+    params = training_sampling_params(config, ChatTemplate(tokenizer))
 
     async def all_rounds(url: str, flush: Callable[[], None]) -> dict[str, Any]:
         retries = config.rollout_request_retries

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_bridge.checkpoint import checkpoint_name, exists, is_part_of_root, write_latest
-from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
+from megatron_bridge.hf_config import check_against_hf, check_tokenizer, model_args_from_hf, read_hf_config
 from megatron_bridge.layout import from_hf, hf_shapes, megatron_shape, to_hf
 from megatron_bridge.lora_checkpoint import open_weights
 from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, required
@@ -52,6 +52,7 @@ def convert_hf_to_torch_dist(
     Raises ValueError for what does not fit together, and for an existing non-empty `save` without `force`.
     """
     check_against_hf(model, read_hf_config(hf_checkpoint))
+    check_tokenizer(hf_checkpoint)
     check_tensor_parallel(model, tp)
     check_pipeline(required(model, "num_layers"), pp, first=first, last=last)
     hf = SafetensorsCheckpoint(hf_checkpoint)

@@ -21,13 +21,41 @@ def read_hf_config(checkpoint_dir: str | Path) -> HfConfig:
     if not path.is_file():
         hint = what_it_is(checkpoint_dir)
         raise ValueError(f"{path} does not exist: give the directory of a Hugging Face checkpoint{hint}")
+    return _read_object(path)
+
+
+def check_tokenizer(checkpoint_dir: str | Path) -> None:
+    """Raise ValueError when a folder's tokenizer has ids that its model, by config.json beside it, does not have.
+
+    Both are read as files, added tokens included; where one is missing there is nothing to compare.
+    """
+    folder = Path(checkpoint_dir)
+    size = _read_object(folder / "config.json").get("vocab_size")
+    whole, settings = _read_object(folder / "tokenizer.json"), _read_object(folder / "tokenizer_config.json")
+    vocabulary = (whole.get("model") or {}).get("vocab") or {}
+    ids = {len(vocabulary) - 1, *(token["id"] for token in whole.get("added_tokens") or [])}
+    for named in (vocabulary, *(_read_object(folder / name) for name in ("vocab.json", "added_tokens.json"))):
+        ids |= set(named.values()) if isinstance(named, dict) else set()
+    ids |= {int(number) for number in settings.get("added_tokens_decoder") or {}}
+    if isinstance(size, int) and max(ids) >= size:
+        raise ValueError(
+            f"the tokenizer in {folder} has {max(ids) + 1} ids, added tokens included, and the model's vocabulary "
+            f"(vocab_size in config.json) {size}: ids from {size} on have no weights; enlarge its embeddings or "
+            "use the checkpoint's own tokenizer"
+        )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The file's JSON object, an empty one where there is no file."""
+    if not path.is_file():
+        return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object")
-    return config
+    return value
 
 
 def model_args_from_hf(config: HfConfig) -> ModelArgs:

@@ -21,12 +21,19 @@ class CharTokenizer:
     is_fast = False
     added_tokens_decoder: dict[int, Any] = {}
     all_special_ids: list[int] = []
+    all_special_tokens: list[str] = []
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(c) for c in text]
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(map(chr, ids))
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return ord(token)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        return "".join(message["content"] for message in messages)
 
 
 class ScriptedEngine:
@@ -133,6 +140,14 @@ async def text_reward(args: Config, sample: Sample) -> Any:
 
 async def nan_reward(args: Config, sample: Sample) -> float:
     return float("nan")
+
+
+async def empty_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """Ends without a return."""
+
+
+async def text_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    return "an answer"
 
 
 async def forgetful_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -257,3 +257,29 @@ def test_a_missing_or_empty_tokenizer_folder_is_one_clear_error(tmp_path):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="has no tokenizer that loads"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_templates_end_of_turn_is_a_stop_id_although_the_eos_is_another(listed):
+    """Base models end with <|endoftext|>, and may have the chat's tokens only as added ones."""
+    from slime_retool.config import Config
+    from slime_retool.rollout.sampling import evaluation_sampling_params, training_sampling_params
+
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    if listed:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    assert tokenizer.eos_token == "<|endoftext|>" and ("<|im_end|>" in tokenizer.all_special_tokens) == listed
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for params in (training_sampling_params, evaluation_sampling_params):
+        assert params(Config(), ChatTemplate(tokenizer))["stop_token_ids"] == [end]
+        assert params(Config(rollout_stop_token_ids=[5, end]), ChatTemplate(tokenizer))["stop_token_ids"] == [5, end]
+
+
+def test_a_template_without_an_end_of_turn_stops_at_what_the_flags_say():
+    from slime_retool.config import Config
+    from slime_retool.rollout.sampling import training_sampling_params
+
+    template = ChatTemplate(byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    assert "stop_token_ids" not in training_sampling_params(Config(), template)
+    assert training_sampling_params(Config(rollout_stop_token_ids=[5]), template)["stop_token_ids"] == [5]

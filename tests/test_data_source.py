@@ -264,6 +264,39 @@ def test_a_position_is_refused_when_the_data_or_its_order_changed(tmp_path):
             source(tmp_path, count, *flags).load_state_dict(state)
 
 
+@pytest.mark.parametrize("extension", ["jsonl", "parquet"])
+def test_a_position_is_refused_when_as_many_rows_are_others_or_in_another_order(tmp_path, extension):
+    rows = [{"prompt": f"{i}", "label": str(i), "tools": SCHEMAS, "metadata": {"k": i}} for i in range(4)]
+
+    def data(rows):
+        file = jsonl(tmp_path / f"p.{extension}", rows)
+        return PromptDataSource(parse_config(["--prompt-data", file, "--rollout-shuffle"]), byte_tokenizer())
+
+    state = json.loads(json.dumps(data(rows).state_dict()))
+    changes = ({"prompt": "x"}, {"label": "x"}, {"tools": SCHEMAS[:1]}, {"metadata": {"k": 9}})
+    for others in (rows[::-1], *([*rows[:3], rows[3] | change] for change in changes)):
+        with pytest.raises(ConfigError, match="taken with row_digests .* the same rows in the same order"):
+            data(others).load_state_dict(state)
+    data(rows).load_state_dict(state)
+
+
+def test_of_a_mixture_every_set_is_compared_and_their_order_counts(tmp_path):
+    values = ("@@a.jsonl@1", "@@b.jsonl@1")
+    state = mixture(tmp_path, *values, sizes=(("a", 3), ("b", 3))).state_dict()
+    a, b = (tmp_path / f"{name}.jsonl" for name in "ab")
+    flags = ["--prompt-data", f"a={b}@1", f"b={a}@1", "--rollout-shuffle", "--rollout-seed", "1"]
+    with pytest.raises(ConfigError, match="taken with row_digests"):
+        PromptDataSource(parse_config(flags), byte_tokenizer()).load_state_dict(state)
+
+
+def test_a_position_that_was_taken_without_digests_is_still_resumed(tmp_path):
+    stopped, resumed = (source(tmp_path, 5, "--rollout-shuffle") for _ in range(2))
+    expected = [prompts(stopped, 2), state := stopped.state_dict(), prompts(stopped, 3)][2]
+    del state["row_digests"]
+    resumed.load_state_dict(state)
+    assert prompts(resumed, 3) == expected
+
+
 def test_a_row_that_the_template_refuses_is_named_by_the_length_filter(tmp_path):
     template = "{% if messages[0].content == 'bad' %}{{ raise_exception('no such word') }}{% endif %}x"
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": text}]} for text in ("ok", "bad")])

@@ -176,3 +176,5 @@ def test_the_task_of_the_readme_has_a_flag_of_its_own(tasks: Path):
     reward = load_function("my_task.reward_func")
     answers = [asyncio.run(reward(config, Sample("q", label="2", response=text))) for text in ("It is 2.", "3")]
     assert answers == [1.0, -0.5]
+    generate, sample = load_function("my_task.generate", "--custom-generate-function-path"), Sample("q")
+    assert asyncio.run(generate(config, sample, {})) is sample

@@ -11,7 +11,7 @@ import pytest
 from rollout_hooks import Prompts, scripted_context
 
 from slime_retool.config import Config
-from slime_retool.errors import EngineError, RolloutError
+from slime_retool.errors import ConfigError, EngineError, RolloutError
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.evaluate import evaluate
 from slime_retool.rollout.filters import check_reward_nonzero_std
@@ -128,6 +128,22 @@ async def test_when_nothing_can_be_generated_the_rollout_says_why(tmp_path):
 async def test_a_mistake_in_a_hook_ends_the_rollout(hooks, error, message, tmp_path):
     with pytest.raises(error, match=message):
         await rollout(scripted_context(make_config(tmp_path, **hooks), echo), Prompts(["a"], 4))
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("empty", "^rollout_hooks.empty_generate must return the sample, got NoneType for sample 0; end it"),
+        ("text", "^rollout_hooks.text_generate must return the sample, got str for sample 0"),
+        ("forgetful", "^rollout_hooks.forgetful_generate left sample 0 PENDING; set its status"),
+        ("unequal", "^rollout_hooks.unequal_generate: sample 0: .* must agree"),
+    ],
+)
+async def test_a_generate_that_returns_no_sample_to_train_on_is_one_line(hook, message, tmp_path, caplog):
+    config = make_config(tmp_path, custom_generate_function_path=f"rollout_hooks.{hook}_generate")
+    with pytest.raises(ConfigError, match=message) as error:
+        await rollout(scripted_context(config, echo), Prompts(["a"], 4))
+    assert "\n" not in str(error.value) and not caplog.messages
 
 
 async def test_a_reward_that_is_not_a_number_ends_the_rollout(tmp_path):

@@ -23,7 +23,7 @@ from warm_start import warm_start
 from megatron_bridge.convert import convert_hf_to_torch_dist
 from slime_retool.algo.advantages import AdvantageInputs, compute_advantages
 from slime_retool.algo.losses import token_weights
-from slime_retool.chat import load_tokenizer
+from slime_retool.chat import ChatTemplate, load_tokenizer
 from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.data.source import PromptDataSource
 from slime_retool.engine.server import EngineProcess
@@ -77,7 +77,8 @@ def code_interpreter(box: Sandbox) -> Tool:
 
 async def loop(config: Config, tokenizer: Any, trainer: Trainer, engine: EngineProcess, sync: WeightSync) -> None:
     """Each pass is one step of RL."""
-    data, params, admin = PromptDataSource(config, tokenizer), training_sampling_params(config), engine.admin()
+    data, admin = PromptDataSource(config, tokenizer), engine.admin()
+    params = training_sampling_params(config, ChatTemplate(tokenizer))
     budgets = LoopBudgets(
         config.rollout_max_response_len,
         config.rollout_max_context_len,

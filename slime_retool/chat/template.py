@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bridge.checkpoint import what_it_is
+from megatron_bridge.hf_config import check_tokenizer
 from slime_retool.chat.codec import TextCodec
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.types import Message, ToolSchema
@@ -32,6 +33,10 @@ def load_tokenizer(path: str | Path, flag: str = "--hf-checkpoint") -> Any:
     if not Path(path).is_dir():
         hint = what_it_is(path)
         raise ConfigError(f"{flag} {str(path)!r} is not a folder; give a local Hugging Face checkpoint{hint}")
+    try:
+        check_tokenizer(path)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from error
     from transformers import AutoTokenizer
 
     try:
@@ -119,6 +124,15 @@ class ChatTemplate:
         return self._tokenizer.convert_tokens_to_ids(self.end_token)
 
     @cached_property
+    def stop_ids(self) -> list[int]:
+        """What an engine must stop at: `end_token_id`, which need not be the checkpoint's eos (base models, say); none
+        where the template writes no such token."""
+        try:
+            return [self.end_token_id]
+        except (ConfigError, DataError):
+            return []
+
+    @cached_property
     def turn_marks(self) -> TurnMarks:
         """Read off the template by rendering a small probe conversation.
 
@@ -147,6 +161,10 @@ class ChatTemplate:
         return self.codec.encode(prompt if isinstance(prompt, str) else self.render(prompt, tools))
 
     def _first_special(self, text: str) -> str:
-        """The special token that stands first in `text`, the longest of several; empty when there is none."""
-        tokens = [token for token in self._tokenizer.all_special_tokens if token in text]
+        """The special token that stands first in `text`, the longest of several; empty when there is none.
+
+        Base models often do not list the chat's tokens as special, but have them as added ones.
+        """
+        added = (str(token.content) for token in self._tokenizer.added_tokens_decoder.values())
+        tokens = [token for token in (*self._tokenizer.all_special_tokens, *added) if token in text]
         return min(tokens, key=lambda token: (text.find(token), -len(token)), default="")

@@ -135,7 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl or .parquet; FILE@[a:b] for some of its rows")
-    parser.add_argument("--tokenizer", metavar="DIR", help="folder of a Hugging Face tokenizer with a chat template")
+    parser.add_argument(
+        "--tokenizer", "--hf-checkpoint", metavar="DIR", help="folder of a Hugging Face tokenizer with a chat template"
+    )
     group = parser.add_argument_group("as training has them (default: the first known columns that a row has)")
     for name in COLUMNS + HOOKS:
         group.add_argument(option_name(name), metavar="NAME" if name in COLUMNS else "MODULE.FUNCTION")

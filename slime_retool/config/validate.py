@@ -13,7 +13,7 @@ import os
 from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import LATEST_FILE, exists, holds_checkpoints, what_it_is
-from megatron_bridge.hf_config import check_against_hf
+from megatron_bridge.hf_config import check_against_hf, check_tokenizer
 from megatron_bridge.lora_spec import TARGET_MODULES
 from megatron_bridge.model_config import nearest_divisor, required
 from slime_retool.config.algorithm import check_algorithm
@@ -44,6 +44,8 @@ def validate(config: Config) -> None:
     check_values(config)
     with as_config_error():
         check_against_hf(config, read_checkpoint(config))
+        assert config.hf_checkpoint is not None
+        check_tokenizer(config.hf_checkpoint)
     check_parallel(config)
     _check_data(config)
     require(

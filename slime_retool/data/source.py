@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import logging
 import random
 from collections.abc import Sequence
@@ -71,10 +73,11 @@ class PromptDataSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises ConfigError when data or shuffle are no longer the same."""
         for key, value in self._fingerprint().items():
-            if state[key] != value:
+            if state.get(key, value) != value:  # checkpoints of earlier versions have no row_digests
                 raise ConfigError(
                     f"the checkpoint's data position was taken with {key} {state[key]}, now it is {value}; resume with "
-                    f"the same --prompt-data, --rollout-max-prompt-len, --rollout-seed and --rollout-shuffle"
+                    "the same rows in the same order (--prompt-data, --rollout-max-prompt-len, --skip-bad-rows), "
+                    "--rollout-seed and --rollout-shuffle"
                 )
         self._next_index, self._next_group = state["next_index"], state["next_group_index"]
         self._returned = list(state["returned_rows"])
@@ -86,6 +89,7 @@ class PromptDataSource:
         return {
             "num_rows": self.num_rows,
             "data_sets": [[s.name, s.num_rows, w] for s, w in zip(self._streams, self._weights, strict=True)],
+            "row_digests": [stream.digest for stream in self._streams],
             "rollout_seed": first.seed,
             "rollout_shuffle": first.shuffle,
         }
@@ -120,6 +124,7 @@ class _Stream:
         if with_source or data.is_named:
             for sample in self.rows:
                 sample.source = data.name
+        self.digest = _digest(self.rows)
         self.move_to(0, 0)
 
     @property
@@ -141,6 +146,15 @@ class _Stream:
             self.move_to(self.epoch + 1, 0)
         self.offset += 1
         return self.rows[self._order[self.offset - 1]]
+
+
+def _digest(rows: Sequence[Sample]) -> str:
+    """Tells rows apart by what a run reads of them, and by their order."""
+    found = hashlib.sha256()
+    for row in rows:
+        content = [row.prompt, row.label, row.tools, row.metadata]
+        found.update(json.dumps(content, sort_keys=True, default=repr).encode())
+    return found.hexdigest()[:16]
 
 
 def load_eval_samples(config: Config, reader: RowReader | None = None) -> dict[str, list[Sample]]:

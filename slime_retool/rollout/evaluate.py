@@ -41,7 +41,8 @@ async def evaluate(
     evaluation, and whatever a hook raises that is not a RolloutError.
     """
     config = context.config
-    hooks, params = Hooks.load(config), evaluation_sampling_params(config)
+    hooks = Hooks.load(config)
+    params = evaluation_sampling_params(config, context.template if context.chat is None else None)
     n = config.n_samples_per_eval_prompt
     copies = {  # fresh samples, so that a set can be evaluated again and again
         name: [copy_sample(sample, group * n + i, group) for group, sample in enumerate(samples) for i in range(n)]

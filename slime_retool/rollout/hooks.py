@@ -15,7 +15,7 @@ from typing import Any
 
 from slime_retool.config import Config
 from slime_retool.data.rows import RowCheck
-from slime_retool.errors import RolloutError
+from slime_retool.errors import ConfigError, RolloutError, UserError
 from slime_retool.protocols import GenerateFn, load_function, load_module
 from slime_retool.reward.runner import RewardRunner
 from slime_retool.rollout.failure_log import FailureLog
@@ -101,15 +101,16 @@ async def run_sample(
 
     `with_ids`: the sample must hold the ids that the model wrote (a chat API returns none).
 
-    Raises whatever a hook raises that is not a RolloutError, and ValueError when a hook leaves the sample inconsistent
-    or returns something that is not a score.
+    Raises whatever a hook raises that is not a RolloutError, and ConfigError when `generate` returns anything but a
+    generated, consistent sample.
     """
     where = hooks.generate_path
     spans: list[Span] = []
     try:
         with timed("generate", spans):
-            sample = await hooks.generate(config, sample, dict(sampling_params))
-        _check_generated(sample, hooks.generate_path, with_ids)
+            generated = await hooks.generate(config, sample, dict(sampling_params))
+        _check_generated(generated, sample.index, hooks.generate_path, with_ids)
+        sample = generated
         if sample.status in USABLE:
             where = hooks.reward_path
             with hooks.reward_time, timed("reward", spans):
@@ -119,6 +120,8 @@ async def run_sample(
         sample.status = SampleStatus.FAILED
         sample.error = f"{error.boundary}: {error}"
         hooks.failures.add(error.boundary, f"sample {sample.index} failed at the {sample.error}", error.__cause__)
+    except UserError:  # says in one line what is wrong
+        raise
     except Exception:
         logger.error("%s raised at sample %d; this ends the rollout", where, sample.index)
         raise
@@ -148,12 +151,16 @@ async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
             logger.warning("%d tasks ignore their cancellation and are left to themselves", len(stubborn))
 
 
-def _check_generated(sample: Any, path: str, with_ids: bool) -> None:
+def _check_generated(sample: Any, index: int, path: str, with_ids: bool) -> None:
     if not isinstance(sample, Sample):
-        raise ValueError(f"{path} must return the sample, got {type(sample).__name__}")
+        got = f"{type(sample).__name__} for sample {index}"
+        raise ConfigError(f"{path} must return the sample, got {got}; end it with `return sample`")
     if sample.status == SampleStatus.PENDING:
-        raise ValueError(f"{path} left sample {sample.index} PENDING; set its status (COMPLETED, TRUNCATED, ...)")
+        raise ConfigError(f"{path} left sample {sample.index} PENDING; set its status (COMPLETED, TRUNCATED, ...)")
     if sample.status in USABLE:
-        sample.check()
+        try:
+            sample.check()
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
         if with_ids and not any(sample.loss_mask):
-            raise ValueError(f"{path} returned sample {sample.index} as {sample.status.value} without a model token")
+            raise ConfigError(f"{path} returned sample {sample.index} as {sample.status.value} without a model token")

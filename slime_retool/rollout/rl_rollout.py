@@ -98,7 +98,7 @@ class _Sampling:
         self._target = config.rollout_batch_size
         self._limit = config.max_sampling_rounds * self._target
         self._at_once = max(self._target, config.over_sampling_batch_size or 0)
-        self.hooks, self._params = Hooks.load(config), training_sampling_params(config)
+        self.hooks, self._params = Hooks.load(config), training_sampling_params(config, context.template)
         path = config.dynamic_sampling_filter_path
         self._filter: FilterFn | None = None if path is None else load_function(path, "--dynamic-sampling-filter-path")
         self.kept: list[Group] = []

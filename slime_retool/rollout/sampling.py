@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
 
 
-def training_sampling_params(config: Config) -> dict[str, Any]:
-    """How training responses are sampled. `max_new_tokens` is the budget of the whole response."""
+def training_sampling_params(config: Config, template: ChatTemplate | None = None) -> dict[str, Any]:
+    """How training responses are sampled, stopping where `template` ends a turn.
+
+    `max_new_tokens` is the budget of the whole response.
+    """
     params: dict[str, Any] = {
         "temperature": config.rollout_temperature,
         "top_p": config.rollout_top_p,
@@ -21,12 +25,13 @@ def training_sampling_params(config: Config) -> dict[str, Any]:
     }
     if config.rollout_stop:
         params["stop"] = list(config.rollout_stop)
-    if config.rollout_stop_token_ids:
-        params["stop_token_ids"] = list(config.rollout_stop_token_ids)
+    stop_ids = [*config.rollout_stop_token_ids, *(template.stop_ids if template is not None else ())]
+    if stop_ids:
+        params["stop_token_ids"] = list(dict.fromkeys(stop_ids))
     return params
 
 
-def evaluation_sampling_params(config: Config) -> dict[str, Any]:
+def evaluation_sampling_params(config: Config, template: ChatTemplate | None = None) -> dict[str, Any]:
     """How evaluation responses are sampled: --eval-* where given, else as in training. Temperature 0 is greedy."""
     own = {
         "temperature": config.eval_temperature,
@@ -34,4 +39,5 @@ def evaluation_sampling_params(config: Config) -> dict[str, Any]:
         "top_k": config.eval_top_k,
         "max_new_tokens": config.eval_max_response_len,
     }
-    return training_sampling_params(config) | {name: value for name, value in own.items() if value is not None}
+    given = {name: value for name, value in own.items() if value is not None}
+    return training_sampling_params(config, template) | given
