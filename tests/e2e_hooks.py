@@ -9,7 +9,7 @@ from slime_retool.types import Sample
 
 async def alternating_reward(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
     """Rewards that differ inside every group, so that a random model has something to learn from."""
-    return {"score": float(sample.index % 2)}
+    return {"score": float(sample.index % 2), "acc": bool(sample.index % 2)}
 
 
 async def broken_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
