@@ -45,10 +45,10 @@ async def test_the_progress_bar_counts_the_groups_that_were_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Bar:
-        def __init__(self, *, total: int, desc: str, disable: bool, **_: object) -> None:
+        def __init__(self, *, total: int, desc: str, disable: bool | None, **_: object) -> None:
             self.n, self.shown = 0, []
             bars.append(self)
-            assert (total, desc, disable) == (3, "rollout 7", False)
+            assert (total, desc, disable) == (3, "rollout 7", None)  # None: on a terminal only
 
         def update(self, count: int) -> None:
             self.n += count
