@@ -80,6 +80,14 @@ def latest_iteration(root: str | Path) -> int | None:
     return None if text == RELEASE else int(text)
 
 
+def latest_rollout(root: str | Path | None) -> int | None:
+    """The rollout of the newest checkpoint under `root`; None for a converted one, or where there is none.
+
+    Raises ValueError where the file that names it is damaged.
+    """
+    return latest_iteration(root) if root is not None and exists(root) else None
+
+
 def write_latest(root: str | Path, iteration: int | None) -> None:
     """Point `root` at a checkpoint that is complete (atomic). One process calls it, after all have saved."""
     path = Path(root) / LATEST_FILE

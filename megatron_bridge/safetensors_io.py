@@ -97,15 +97,14 @@ class SafetensorsCheckpoint:
 
     def read_rows(self, name: str, rows: Iterable[int]) -> dict[int, bytes]:
         """Some rows of a matrix, as their bytes: row -> bytes. ValueError where the file ends before them."""
-        found: dict[int, bytes] = {}
-        for row in rows:  # none, where there is no such tensor
-            entry = self.entries[name]
-            size = entry.size // entry.shape[0]
-            with (self.directory / entry.file).open("rb") as file:
+        entry, found = self.entries[name], {}
+        size = entry.size // entry.shape[0]
+        with (self.directory / entry.file).open("rb") as file:
+            for row in rows:
                 file.seek(entry.start + row * size)
                 found[row] = file.read(size)
-            if len(found[row]) < size:
-                raise ValueError(f"{self.directory / entry.file} ends before tensor {name} does: download it again")
+                if len(found[row]) < size:
+                    raise ValueError(f"{file.name} ends before tensor {name} does: download it again")
         return found
 
 

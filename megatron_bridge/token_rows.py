@@ -30,7 +30,9 @@ def untrained_tokens(
     for. Only these rows are read. ValueError for a checkpoint that cannot be read.
     """
     hf = SafetensorsCheckpoint(checkpoint)
-    rows = hf.entries[EMBEDDING_HF].shape[0] if EMBEDDING_HF in hf.entries else 0
+    if EMBEDDING_HF not in hf.entries:
+        return []
+    rows = hf.entries[EMBEDDING_HF].shape[0]
     ids = {*tokens.values(), *others, *range(first_unused, min(rows, first_unused + _MOST_UNUSED))}
     read = hf.read_rows(EMBEDDING_HF, sorted(number for number in ids if number < rows))
     shared = Counter(read.values())

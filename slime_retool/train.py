@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from megatron_bridge.arithmetic import GIB
-from megatron_bridge.checkpoint import exists, latest_iteration, prune
+from megatron_bridge.checkpoint import latest_rollout, prune
 from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.printable import changed_flags, flag_values, print_command_line, wandb_settings
 from slime_retool.config.require import as_config_error
@@ -86,10 +86,8 @@ def run(config: Config, check: ServerFlagCheck) -> None:
 
 def first_rollout(config: Config) -> int:
     """The rollout to begin with: that after the checkpoint in --load, as the trainers will find it, else 0."""
-    if config.debug_rollout_only or config.load is None or not exists(config.load):
-        return 0
     with as_config_error():
-        saved = latest_iteration(config.load)
+        saved = None if config.debug_rollout_only else latest_rollout(config.load)
     return 0 if saved is None else saved + 1
 
 

@@ -12,7 +12,7 @@ from test_data_rendering import byte_tokenizer
 from slime_retool.chat import ChatTemplate
 from slime_retool.commands.data_check import check_file
 from slime_retool.config import Config
-from slime_retool.data.source import samples_from_file
+from slime_retool.data.rows import samples_from_file
 from slime_retool.rollout.manager import RolloutManager
 
 DOCS = Path(__file__).parents[1] / "docs" / "data.md"

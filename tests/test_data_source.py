@@ -13,7 +13,8 @@ from slime_retool.config import parse_config
 from slime_retool.config.data_sets import parse_data_sets
 from slime_retool.data.messages import parse_messages, parse_tools
 from slime_retool.data.readers import read_rows, write_rows
-from slime_retool.data.source import PromptDataSource, copy_sample, load_eval_samples, samples_from_file
+from slime_retool.data.rows import samples_from_file
+from slime_retool.data.source import PromptDataSource, copy_sample, load_eval_samples
 from slime_retool.errors import ConfigError, DataError
 
 SCHEMAS = [

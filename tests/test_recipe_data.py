@@ -12,7 +12,7 @@ from slime_retool.config import parse_config
 from slime_retool.data.leakage import EvaluationQuestions
 from slime_retool.data.math_prompts import bare_question, with_instruction
 from slime_retool.data.readers import read_rows, write_rows
-from slime_retool.data.source import samples_from_file
+from slime_retool.data.rows import samples_from_file
 from slime_retool.errors import ConfigError, DataError, ToolUnavailable
 from slime_retool.sandbox import Result, SandboxPolicy, Status
 

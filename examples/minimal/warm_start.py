@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 from slime_retool.chat import load_tokenizer
 from slime_retool.config import parse_config, resolve, validate
-from slime_retool.data.source import samples_from_file
+from slime_retool.data.rows import samples_from_file
 from slime_retool.errors import run_command
 from slime_retool.rollout.sft_rollout import to_train_sample
 from slime_retool.rollout.sft_tokens import ConversationTokenizer

@@ -171,15 +171,14 @@ def _check_checkpoints(config: Config) -> None:
     if config.save is None:
         refuse_unused(config, ("save_interval", "save_keep", "save_hf"), "--save DIR")
     require(
-        not (config.save and config.ref_load) or os.path.realpath(config.save) != os.path.realpath(config.ref_load),
+        not _same_place(config.save, config.ref_load),
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
         "name another folder",
     )
     for role in config.roles:
         load, save, flag = role.config.load, role.config.save, role.flag("--save")
-        same = load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
         require(
-            save is None or same or not holds_checkpoints(save),
+            save is None or _same_place(load, save) or not holds_checkpoints(save),
             f"{flag} {save} holds the checkpoints of an earlier run, which this one would mix with its own: add "
             f"{role.flag('--load')} {save} to go on from them, or name another folder",
         )
@@ -210,6 +209,10 @@ def _check_room(config: Config) -> None:
             f"{place}: a checkpoint takes {size / GIB:.1f} GiB and {free / GIB:.1f} GiB are free on that disk; "
             "make room or name a folder on another disk",
         )
+
+
+def _same_place(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
 def _check_lora(config: Config) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from slime_retool.config import Config
 from slime_retool.config.data_sets import DataSet
 from slime_retool.data.rows import RowReader
-from slime_retool.data.rows import samples_from_file as samples_from_file
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.types import Sample
 

@@ -38,6 +38,13 @@ def prune_dumps(folder: Path, keep: int) -> None:
             path.unlink()
 
 
+def sample_of(row: dict[str, Any]) -> Sample:
+    """The sample of a dumped line. Raises TypeError, ValueError or AttributeError for a row that is none."""
+    sample = Sample(**{name: value for name, value in row.items() if name in _FIELDS})
+    sample.status = SampleStatus(sample.status)
+    return sample
+
+
 def _line(sample: Sample, further: dict[str, Any]) -> str:
     return json.dumps({**asdict(sample), **further}, ensure_ascii=False, default=repr) + "\n"
 
@@ -98,8 +105,7 @@ def _read(path: Path) -> dict[int, Sample]:
             row = json.loads(line)
         except ValueError:
             continue
-        sample = Sample(**{name: value for name, value in row.items() if name in _FIELDS})
-        sample.status = SampleStatus(sample.status)
+        sample = sample_of(row)
         if sample.status in USABLE:
             done[sample.index] = sample
     return done

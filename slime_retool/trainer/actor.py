@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_bridge.checkpoint import exists
 from megatron_bridge.lora import adapters_off
 from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model import output_weight
@@ -95,7 +96,7 @@ class Actor(ModelRole):
         given.
         """
         config = self.config
-        resume = config.load is not None and checkpoint.exists(config.load)
+        resume = config.load is not None and exists(config.load)
         if not resume and config.ref_load is None:
             raise ConfigError(
                 f"no weights to start from: --load {config.load} holds no checkpoint and --ref-load is not given; "

@@ -30,8 +30,6 @@ from megatron_bridge.checkpoint import (
     OLD,
     PART,
     checkpoint_name,
-    exists,
-    latest_iteration,
     load_model_state,
     model_state_dict,
     resolve_checkpoint_dir,
@@ -59,11 +57,6 @@ class TrainerState:
     scheduler_steps: int
     with_optimizer: bool
     extra: dict[str, Any]
-
-
-def latest(root: str) -> int | None:
-    """The rollout of the newest checkpoint under `root`; None for a converted one, or where there is none."""
-    return latest_iteration(root) if exists(root) else None
 
 
 def save(

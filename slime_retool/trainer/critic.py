@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_bridge.checkpoint import exists, latest_rollout
 from slime_retool.algo.algorithms import VALUE_LOSS
 from slime_retool.algo.losses import TotalLoss, ValueInputs
 from slime_retool.config import Config
@@ -89,8 +90,8 @@ class Critic(ModelRole):
         language model's), else they are the actor's first ones; a value head that is not found begins at 0.
         """
         run, root = self._run_config, self.config.load
-        actor_at = checkpoint.latest(run.load) if run.load is not None else None
-        if root is not None and checkpoint.exists(root):
+        actor_at = latest_rollout(run.load)
+        if root is not None and exists(root):
             if actor_at is None:
                 self._start_from(root)
                 return None

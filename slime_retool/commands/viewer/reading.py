@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_retool.errors import DataError
-from slime_retool.types import Sample, SampleStatus
+from slime_retool.rollout.transcripts import sample_of
+from slime_retool.types import Sample
 
 FOLDERS = ("rollouts", "eval")
 TRAINED = "trained_"
 """Files of this name hold what the trainer computed for the samples of the rollout with the same number."""
 _REQUIRED = ("index", "prompt", "response", "label", "reward", "status")
-_FIELDS = {field.name for field in fields(Sample)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,7 @@ def _parse(row: dict[str, Any], trained: dict[int, dict[str, Any]]) -> DumpedSam
     """LookupError, TypeError, ValueError or AttributeError for another object."""
     for name in _REQUIRED:
         row[name]
-    sample = Sample(**{name: value for name, value in row.items() if name in _FIELDS})
-    sample.status = SampleStatus(sample.status)
+    sample = sample_of(row)
     texts, line = row.get("token_texts"), trained.get(sample.index) if "eval_set" not in row else None
     return DumpedSample(
         sample,

@@ -236,12 +236,6 @@
     event.preventDefault();
   }
 
-  function theme() {
-    const root = document.documentElement;
-    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
-  }
-
   async function start() {
     await Viewer.store.open();
     const title = Viewer.runs.map((run) => run.name).join("  vs  ");
@@ -256,7 +250,6 @@
     document.querySelectorAll("[data-view]").forEach((tab) => tab.addEventListener("click", () => show(tab.dataset.view)));
     document.querySelectorAll("[data-jump]").forEach((button) => button.addEventListener("click", () => jump(button.dataset.jump)));
     Viewer.arrowKeys(document.querySelector("header .tabs"));
-    byId("theme").addEventListener("click", theme);
     byId("help-open").addEventListener("click", KEYS["?"]);
     document.addEventListener("keydown", onKey);
     recall();
