@@ -310,17 +310,19 @@ class Upkeep:
 
     def _problem(self, member: _Member, closely: bool) -> str | None:
         """What is wrong with a started engine, in words that follow its name."""
-        how = member.host.ended()
+        how, suspicion = member.host.ended(), None
         if how is None and closely and _refuses(member.url):
-            deadline = time.monotonic() + LAST_WORDS_SECONDS
-            while how is None and time.monotonic() < deadline:
-                time.sleep(0.1)
-                how = member.host.ended()
-            how = how or "refuses connections"
+            suspicion = "refuses connections"
         # Asked for one token where it generates nothing else.
-        if how is None and member.state is State.SERVING and self._hangs(member.watch, f"{member.url}/health_generate"):
-            how = f"generates nothing, although asked to (--engine-hang-timeout {self._hang_seconds:g})"
-        return how
+        elif how is None and member.state is State.SERVING and self._hangs(
+            member.watch, f"{member.url}/health_generate"
+        ):
+            suspicion = f"generates nothing, although asked to (--engine-hang-timeout {self._hang_seconds:g})"
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while how is None and suspicion is not None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            how = member.host.ended()
+        return how or suspicion
 
     def _hangs(self, watch: _Watch, url: str) -> bool:
         """Whether the last probe, if it has ended, found it so; starts the next one in time."""
