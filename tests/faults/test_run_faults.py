@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from run_utils import make_model
 from test_end_to_end_runs import assert_nothing_left, command, processes_of, start
 
+from megatron_bridge.checkpoint import latest_rollout
+from megatron_bridge.convert import convert_torch_dist_to_hf
 from slime_retool.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(1200)
@@ -68,3 +71,29 @@ def test_engines_that_start_do_not_outlive_the_driver(model: Path, tmp_path: Pat
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=600)
     assert_nothing_left(run)
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_the_checkpoints_before_are_whole(model: Path, tmp_path: Path):
+    """SFT that saves every step, to a disk (of its own mount namespace) with room for a few checkpoints."""
+    rows = [{"messages": [{"role": role, "content": "ab"} for role in ("user", "assistant")]} for _ in range(4)]
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "device": "cpu", "hf_checkpoint": model / "hf", "ref_load": model / "torch_dist", "loss_type": "sft_loss",
+        "prompt_data": tmp_path / "sft.jsonl", "input_key": "messages", "num_rollout": 50, "rollout_batch_size": 2,
+        "rollout_function_path": "slime_retool.rollout.sft_rollout.generate_rollout", "output_dir": tmp_path / "out",
+        "save": tmp_path / "disk" / "save", "save_interval": 1,
+    }  # fmt: skip
+    flags = [token for name, value in values.items() for token in ("--" + name.replace("_", "-"), str(value))]
+    train = [sys.executable, "-m", "slime_retool.train", *flags, "--debug-train-only", "--calculate-per-token-loss"]
+    (tmp_path / "disk").mkdir()
+    script = 'mount -t tmpfs -o size=6m disk "$0" && "$@"; code=$?; cp -r "$0/save" "$0/../kept"; exit $code'
+    process, run = start(["unshare", "-Urm", "sh", "-c", script, str(tmp_path / "disk"), *train])
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, output
+    assert_nothing_left(run)
+    last = output.rstrip().splitlines()[-1]
+    assert "SaveError: the checkpoint of rollout" in last and "the checkpoints before it are whole" in last
+    assert "Traceback" not in output
+    latest = latest_rollout(str(tmp_path / "kept"))
+    assert latest is not None and f"rollout {latest + 1} " in last
+    convert_torch_dist_to_hf(tmp_path / "kept", tmp_path / "hf", model / "hf", progress=False)
