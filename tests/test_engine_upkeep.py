@@ -235,6 +235,15 @@ def test_an_engine_that_refuses_connections_leaves_only_once_something_failed(ca
     assert "engine 1 refuses connections" in caplog.text
 
 
+@pytest.mark.parametrize(("status", "faults"), [(503, 1), (500, 0)], ids=["going down", "some error"])
+def test_an_engine_that_says_that_it_goes_down_leaves(status: int, faults: int):
+    parts = Parts()
+    with kept(parts) as upkeep:
+        parts.engines[1].status["/health"] = status
+        upkeep.look()
+        assert upkeep.faults == faults
+
+
 def test_an_engine_that_takes_long_to_answer_stays():
     parts = Parts(1)
     with kept(parts) as upkeep:
@@ -343,6 +352,20 @@ def test_a_hold_that_settles_waits_for_those_that_start():
         threading.Timer(0.2, parts.engines[1].may_start.set).start()
         upkeep.hold(settle=True)
         assert 1 in upkeep.engines() and upkeep.restarts == 2
+
+
+def test_a_hold_without_any_engine_waits_for_the_first():
+    parts = Parts()
+    parts.engines[1].fails = 1
+    with kept(parts) as upkeep:
+        for engine in parts.engines:
+            engine.dead = "ended with status 1"
+            engine.may_start.clear()
+        upkeep.look()
+        threading.Timer(0.2, parts.engines[0].may_start.set).start()
+        upkeep.hold()
+        assert upkeep.engines() == {0: parts.engines[0].url}
+        parts.engines[1].may_start.set()
 
 
 def test_a_router_that_died_is_replaced_in_front_of_those_that_serve(caplog):

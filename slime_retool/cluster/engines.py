@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from slime_retool.cluster.actors import EngineActor
 from slime_retool.cluster.placement import Slot
-from slime_retool.cluster.remote import STOP_SECONDS, call, end, quietly, results
+from slime_retool.cluster.remote import STOP_SECONDS, call, end, first_line, quietly, results
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.router import RouterProcess
@@ -48,7 +48,11 @@ class _OwnEngine:
             return f"lost its owner ({type(error).__name__})"
 
     def stop(self) -> None:
-        quietly(self.name, lambda: ray.get(self._actor.stop.remote(), timeout=STOP_SECONDS))
+        try:
+            ray.get(self._actor.stop.remote(), timeout=STOP_SECONDS)
+        except RayError as error:
+            logger.warning("the owner of %s does not answer and is started again: %s", self.name, first_line(error))
+            quietly(self.name, lambda: ray.kill(self._actor, no_restart=False))
 
     def log_tail(self) -> str:
         try:

@@ -206,12 +206,15 @@ class Upkeep:
             self._raise()
 
     def hold(self, *, settle: bool = False) -> None:
-        """Leave the engines to the owner. `settle`: those that start shall have started. Raises as `look`."""
+        """Leave the engines to the owner, of which one at least has started. `settle`: none is still starting.
+
+        Raises as `look`.
+        """
         with self._changed:
             if self._held:
                 return
             self._look()
-            while settle and self._failure is None and (starting := self._starting()):
+            while self._failure is None and (settle or not self.engines()) and (starting := self._starting()):
                 starting.exception()
                 self._look()
             self._raise()
