@@ -11,7 +11,7 @@ import ray
 from slime_retool.cluster.actors import TrainerActor
 from slime_retool.cluster.environment import trainer_environment
 from slime_retool.cluster.placement import Slot
-from slime_retool.cluster.remote import call, end, results
+from slime_retool.cluster.remote import STOP_SECONDS, call, end, quietly, results
 from slime_retool.config import Config
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -36,10 +36,12 @@ class Trainers:
         self._config, self._slots, self._several_hosts = config, slots, several_hosts
         self._groups: list[list[Any]] = []
         """Actors of the ranks of each group."""
+        self._saving = False
 
-    def start(self, num_rollout: int) -> tuple[int, dict[str, Any]]:
+    def start(self, num_rollout: int, iteration: int | None = None) -> tuple[int, dict[str, Any]]:
         """Start every rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
 
+        iteration: the checkpoint in --load to go on from, by its rollout; None: the newest, if there is one.
         Returns (first rollout's number, state saved with it).
         """
         groups = replace(self._config, num_rollout=num_rollout).trainer_groups
@@ -48,7 +50,7 @@ class Trainers:
         starting = []
         for actors in self._groups:
             (init_method,) = results(call(actors[:1], "rendezvous"))
-            starting += call(actors, "start", init_method)
+            starting += call(actors, "start", init_method, iteration)
         return results(starting)[0]
 
     @property
@@ -73,11 +75,32 @@ class Trainers:
         """Log-prob of every learned token, one sample after the other; 0 for the others."""
         return results(call(self._policy, "log_probs", ray.put(list(samples))))[0]
 
-    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device."""
+    def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None:
+        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device.
+
+        With `background` it returns when it has been copied; `finish_save` comes before the next one.
+        """
+        self._saving = background
+        shared = ray.put(extra)  # unfinished conversations may be in it
         # The policy's last: a checkpoint of it never lacks the critic's.
         for group in reversed(self._groups):
-            results(call(group, "trainer", "save", rollout_id, extra))
+            results(call(group, "save", rollout_id, shared, background=background))
+
+    def finish_save(self, *, wait: bool) -> float | None:
+        """Seconds that writing the last save took, once it is complete on all ranks; None while it goes on."""
+        # The policy's checkpoint comes into force last, and then on all ranks within moments.
+        seconds = results(call(self._policy[:1], "trainer", "finish_save", wait))
+        if seconds == [None] and not wait:
+            return None
+        self._saving = False
+        seconds += results(call(sum(self._groups, []), "trainer", "finish_save", True))
+        return max((each for each in seconds if each is not None), default=None)
+
+    def settle_save(self) -> None:
+        """Where the run fails: give a save that goes on the time to be complete; never raises."""
+        if self._saving:
+            waiting = call(sum(self._groups, []), "trainer", "finish_save", True)
+            quietly("a save", lambda: ray.get(waiting, timeout=STOP_SECONDS))
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Leave the device, where --offload-train says so."""

@@ -114,6 +114,14 @@ class CheckpointArgs:
     ref_load: str | None = folder("torch_dist checkpoint of the reference model, and of a fresh run's first weights.")
     save: str | None = folder("Write torch_dist checkpoints here.")
     save_interval: int | None = flag(None, min=1, help="Save every this many rollouts, and at the end.")
+    save_seconds: float | None = flag(
+        None, min=0, help="Also save after the first step that ends so many seconds after the last save began."
+    )
+    no_async_save: bool = flag(
+        False,
+        help="Wait until the disk holds a checkpoint. By default it is copied to host memory, of which that takes as "
+        "much as the checkpoint, and written beside the next rollout.",
+    )
     save_keep: int | None = flag(
         None, min=1, help="Keep this many of the newest checkpoints; older ones are deleted once a new one is complete."
     )
