@@ -20,6 +20,7 @@ from slime_retool.algo.algorithms import (
 
 RL_ROLLOUT = "slime_retool.rollout.rl_rollout.generate_rollout"
 SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
+REPLAY_ROLLOUT = "slime_retool.rollout.replay.generate_rollout"
 TRANSPORTS = {
     "ipc": "slime_retool.trainer.weight_sync.ipc.IpcTransport",
     "broadcast": "slime_retool.trainer.weight_sync.broadcast.BroadcastTransport",
@@ -554,6 +555,10 @@ class DebugArgs:
 
     debug_train_only: bool = flag(False, help="Start no engines (SFT).")
     debug_rollout_only: bool = flag(False, help="Generate and score, never train.")
+    replay_rollouts: str | None = folder(
+        "Start no engines and train on the batches of an earlier run, whose --output-dir with --dump-rollouts this is. "
+        "With its other flags the losses are the same; nothing is evaluated or saved."
+    )
     check_weight_update_equal: bool = flag(
         False,
         help="After every weight update compare each tensor's checksum in trainer and engines; stop if one differs.",
