@@ -32,8 +32,8 @@ class Trainers:
     def give_weights(self, engines: dict[int, str], *, asleep: bool) -> dict[str, str] | None:
         return self._answer("give", dict(engines), asleep)
 
-    def start(self, num_rollout: int, *, saved: bool) -> tuple[int, dict[str, Any]]:
-        return self._answer("start", num_rollout, saved)
+    def start(self, num_rollout: int, iteration: int | None, *, saved: bool) -> tuple[int, dict[str, Any]]:
+        return self._answer("start", num_rollout, iteration, saved)
 
     def offload(self, *, keep_weights: bool = False) -> None:
         self.calls.append(("trainers leave", keep_weights))
@@ -131,8 +131,8 @@ def test_trainers_that_left_their_devices_come_back_only_where_no_engine_is_on_t
 
 def test_trainers_that_start_again_find_their_devices_free_and_no_engine_that_waits_for_the_dead():
     made, calls = cluster([(3, {"data": 1})], dead=True)
-    assert made.restart_trainers(9, saved=True) == (3, {"data": 1})
+    assert made.restart_trainers(9, 2, saved=True) == (3, {"data": 1})
     assert calls == [
-        ("hold",), "kill", ("drop", False), ("release", "weights", "kv_cache"), ("start", 9, True),
+        ("hold",), "kill", ("drop", False), ("release", "weights", "kv_cache"), ("start", 9, 2, True),
         ("connect", ["http://a"]), "trainers come",
     ]  # fmt: skip

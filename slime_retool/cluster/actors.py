@@ -39,8 +39,11 @@ class TrainerActor:
         self._rendezvous = Rendezvous(self._host)
         return self._rendezvous.init_method
 
-    def start(self, init_method: str) -> tuple[int, dict[str, Any]]:
-        """Join the group, build the model, load a checkpoint. Returns the first rollout's number and saved state."""
+    def start(self, init_method: str, iteration: int | None = None) -> tuple[int, dict[str, Any]]:
+        """Join the group, build the model, load a checkpoint: that of rollout `iteration`, or the newest.
+
+        Returns the first rollout's number and, on rank 0, the saved state.
+        """
         from slime_retool.trainer.core import Trainer
 
         if self._rendezvous is not None:
@@ -53,13 +56,13 @@ class TrainerActor:
             init_method=init_method,
             roles=self._roles,
         )
-        state = self._trainer.load()
+        first, state = self._trainer.load(iteration)
         if self._config.offloads_train:
             from slime_retool.trainer.offload import TrainerMemory
 
             self._memory = TrainerMemory(self._trainer)
             self._memory.offload()
-        return state
+        return first, state if self._rank == 0 else {}
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Leave the device; with --offload-train only."""
@@ -72,6 +75,9 @@ class TrainerActor:
     def trainer(self, method: str, *arguments: Any) -> Any:
         """Call a method of `trainer.core.Trainer`. Tensors are [N] on the CPU."""
         return getattr(self._trainer, method)(*arguments)
+
+    def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None:
+        self._trainer.save(rollout_id, extra if self._rank == 0 else {}, background=background)
 
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()

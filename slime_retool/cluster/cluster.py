@@ -68,7 +68,9 @@ class Cluster:
         self.engines.release("weights", "kv_cache")
         self.trainers.reload()
 
-    def restart_trainers(self, num_rollout: int, *, saved: bool) -> tuple[int, dict[str, Any]]:
+    def restart_trainers(
+        self, num_rollout: int, iteration: int | None, *, saved: bool
+    ) -> tuple[int, dict[str, Any]]:
         """Start all trainers anew after one of them died, and let them have their devices; see `Trainers.start`."""
         self.engines.hold()
         self.trainers.kill()
@@ -76,7 +78,7 @@ class Cluster:
             # One may wait for weights that will never come.
             self.engines.drop_dead(asleep=self._config.offloads_rollout)
             self.engines.release("weights", "kv_cache")
-        state = self.trainers.start(num_rollout, saved=saved)
+        state = self.trainers.start(num_rollout, iteration, saved=saved)
         if self._config.num_engines:
             self.trainers.connect_engines(list(self.engines.current().values()))
             self.trainers.reload()

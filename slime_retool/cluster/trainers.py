@@ -14,7 +14,7 @@ import ray
 from slime_retool.cluster.actors import TrainerActor
 from slime_retool.cluster.environment import trainer_environment
 from slime_retool.cluster.placement import Slot
-from slime_retool.cluster.remote import call, end, quietly, results
+from slime_retool.cluster.remote import STOP_SECONDS, call, end, quietly, results
 from slime_retool.config import Config
 from slime_retool.errors import TrainerDied
 from slime_retool.types import RolloutBatch, TrainSample
@@ -43,6 +43,7 @@ class Trainers:
         self._config, self._slots, self._several_hosts = config, slots, several_hosts
         self._groups: list[list[Any]] = []
         """Actors of the ranks of each group."""
+        self._saving = False
         self._turn = threading.Lock()
         """Ranks must be called in one order: every call is collective."""
         self._moved_on = True
@@ -50,11 +51,14 @@ class Trainers:
         self.weight_version = 0
         """Of the last update."""
 
-    def start(self, num_rollout: int, *, saved: bool = False) -> tuple[int, dict[str, Any]]:
+    def start(
+        self, num_rollout: int, iteration: int | None = None, *, saved: bool = False
+    ) -> tuple[int, dict[str, Any]]:
         """Start every rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
 
-        `saved`: from the checkpoints that this run has saved, not from --load. Returns (first rollout's number, state
-        saved with it).
+        iteration: the checkpoint to go on from, by its rollout; None: the newest, if there is one.
+        saved: it is one that this run saved, in --save instead of --load.
+        Returns (first rollout's number, state saved with it).
         """
         config = replace(self._config, num_rollout=num_rollout)
         if saved:
@@ -68,7 +72,7 @@ class Trainers:
         starting = []
         for actors in self._groups:
             (init_method,) = _results(call(actors[:1], "rendezvous"))
-            starting += call(actors, "start", init_method)
+            starting += call(actors, "start", init_method, iteration)
         return _results(starting)[0]
 
     @property
@@ -95,12 +99,34 @@ class Trainers:
         """Log-prob of every learned token, one sample after the other; 0 for the others."""
         return self._call("log_probs", ray.put(list(samples)))
 
-    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device."""
+    def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None:
+        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device.
+
+        With `background` it returns when it has been copied; `finish_save` comes before the next one.
+        """
+        self._saving = background
+        shared = ray.put(extra)  # unfinished conversations may be in it
         with self._turn:
             # The policy's last: a checkpoint of it never lacks the critic's.
             for group in reversed(self._groups):
-                _results(call(group, "trainer", "save", rollout_id, extra))
+                _results(call(group, "save", rollout_id, shared, background=background))
+
+    def finish_save(self, *, wait: bool) -> float | None:
+        """Seconds that writing the last save took, once it is complete on all ranks; None while it goes on."""
+        with self._turn:
+            # The policy's checkpoint comes into force last, and then on all ranks within moments.
+            seconds = _results(call(self._policy[:1], "trainer", "finish_save", wait))
+            if seconds == [None] and not wait:
+                return None
+            self._saving = False
+            seconds += _results(call(sum(self._groups, []), "trainer", "finish_save", True))
+            return max((each for each in seconds if each is not None), default=None)
+
+    def settle_save(self) -> None:
+        """Where the run fails: give a save that goes on the time to be complete; never raises."""
+        if self._saving:
+            waiting = call(sum(self._groups, []), "trainer", "finish_save", True)
+            quietly("a save", lambda: ray.get(waiting, timeout=STOP_SECONDS))
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Leave the device, where --offload-train says so."""
@@ -152,7 +178,7 @@ class Trainers:
     def kill(self) -> None:
         """End all ranks at once, wherever they are; `start` starts others."""
         groups, self._groups = self._groups, []
-        self._moved_on = True
+        self._moved_on, self._saving = True, False
         for actor in sum(groups, []):
             quietly("trainers", partial(ray.kill, actor))
 

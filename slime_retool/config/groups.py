@@ -20,6 +20,7 @@ from slime_retool.algo.algorithms import (
 
 RL_ROLLOUT = "slime_retool.rollout.rl_rollout.generate_rollout"
 SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
+REPLAY_ROLLOUT = "slime_retool.rollout.replay.generate_rollout"
 TRANSPORTS = {
     "ipc": "slime_retool.trainer.weight_sync.ipc.IpcTransport",
     "broadcast": "slime_retool.trainer.weight_sync.broadcast.BroadcastTransport",
@@ -120,6 +121,14 @@ class CheckpointArgs:
     ref_load: str | None = folder("torch_dist checkpoint of the reference model, and of a fresh run's first weights.")
     save: str | None = folder("Write torch_dist checkpoints here.")
     save_interval: int | None = flag(None, min=1, help="Save every this many rollouts, and at the end.")
+    save_seconds: float | None = flag(
+        None, min=0, help="Also save after the first step that ends so many seconds after the last save began."
+    )
+    no_async_save: bool = flag(
+        False,
+        help="Wait until the disk holds a checkpoint. By default it is copied to host memory, of which that takes as "
+        "much as the checkpoint, and written beside the next rollout.",
+    )
     save_keep: int | None = flag(
         None, min=1, help="Keep this many of the newest checkpoints; older ones are deleted once a new one is complete."
     )
@@ -562,6 +571,10 @@ class DebugArgs:
 
     debug_train_only: bool = flag(False, help="Start no engines (SFT).")
     debug_rollout_only: bool = flag(False, help="Generate and score, never train.")
+    replay_rollouts: str | None = folder(
+        "Start no engines and train on the batches of an earlier run, whose --output-dir with --dump-rollouts this is. "
+        "With its other flags the losses are the same; nothing is evaluated or saved."
+    )
     check_weight_update_equal: bool = flag(
         False,
         help="After every weight update compare each tensor's checksum in trainer and engines; stop if one differs.",

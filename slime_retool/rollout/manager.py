@@ -28,6 +28,7 @@ from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel, row_checks
+from slime_retool.rollout.replay import dump_batch
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -175,6 +176,8 @@ class RolloutManager:
                 # Prompt tokens that the engines had in their cache.
                 "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
             }
+        if self.config.dumps(rollout_id):
+            await asyncio.to_thread(dump_batch, self.config.output_dir, rollout_id, batch)
         return batch
 
     async def _work(self, start: Callable[[], Awaitable[T]]) -> T:
