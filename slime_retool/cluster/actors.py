@@ -77,10 +77,10 @@ class TrainerActor:
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
 
-    def connect_engines(self, urls: list[str]) -> None:
+    def connect_engines(self, urls: list[str], version: int = 0) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
 
-        self._sync = WeightSync(self._trainer, urls, host=self._host)
+        self._sync = WeightSync(self._trainer, urls, host=self._host, version=version)
 
     def update_weights(self, *, asleep: bool = False) -> int:
         return self._sync.update(asleep=asleep)

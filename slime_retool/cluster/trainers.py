@@ -89,9 +89,9 @@ class Trainers:
         if self._config.offloads_train:
             results(call(self._policy, "reload"))
 
-    def connect_engines(self, urls: list[str]) -> None:
-        """Let the source rank know where its weights go."""
-        results(call(self._policy, "connect_engines", urls))
+    def connect_engines(self, urls: list[str], version: int = 0) -> None:
+        """Let the source rank know where its weights go; updates are counted from `version`."""
+        results(call(self._policy, "connect_engines", urls, version))
 
     def update_weights(self, *, asleep: bool) -> int:
         """Send the weights into every engine; see `trainer.weight_sync`. Returns the new weight version."""

@@ -17,6 +17,8 @@ from slime_retool.config.data_sets import DataSet, parse_data_sets
 
 H = TypeVar("H")
 
+BATCHES_OPEN = 2
+"""Batches of groups that a stream (--max-staleness) has open: one being finished while the next is under way."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -231,6 +233,12 @@ class Config(
     def samples_per_rollout(self) -> int:
         assert self.rollout_batch_size is not None
         return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def groups_at_once(self) -> int:
+        """Prompts that engines may work on at the same time."""
+        batch = max(self.rollout_batch_size or 0, self.over_sampling_batch_size or 0)
+        return batch * (BATCHES_OPEN if self.max_staleness else 1)
 
     def response_limit(self, prompt_length: int) -> int:
         """Tokens that a response may have, observations included: --rollout-max-response-len, or what its prompt leaves

@@ -28,14 +28,16 @@ class WeightSync:
         *,
         host: str = "127.0.0.1",
         transport: str | None = None,
+        version: int = 0,
     ) -> None:
         """
         Args:
             host: address of global rank 0 as the engines reach it.
             transport: a name of `TRANSPORTS`, or the path of one; default --update-weight-transport.
+            version: what to count updates from.
         """
         config = trainer.config
-        self.weight_version = 0
+        self.weight_version = version
         """What the engines hold now."""
         self._trainer = trainer
         sizes = [parameter.nbytes for parameter in trainer.module.parameters()]
