@@ -299,6 +299,11 @@ class Config(
         return self.colocate and self.on_cuda if self.offload_rollout is None else self.offload_rollout
 
     @property
+    def keeps_cache(self) -> bool:
+        """Whether engines keep what they have read when their weights are updated."""
+        return self.max_staleness > 0 and not self.offloads_rollout
+
+    @property
     def eval_sets(self) -> list[tuple[str, str]]:
         """(name, file) of each evaluation set."""
         return list(zip(self.eval_prompt_data[::2], self.eval_prompt_data[1::2], strict=True))

@@ -200,7 +200,10 @@ class RolloutManager:
             self._context.engine = self._client
         elif self._turns is None:
             self._turns = self._context.engine = OpenTurns(
-                self._client, concurrency=self._client.concurrency, tokenizer=self._context.tokenizer
+                self._client,
+                concurrency=self._client.concurrency,
+                tokenizer=self._context.tokenizer,
+                keeps_cache=config.keeps_cache,
             )
         else:
             self._turns.engine = self._client
@@ -242,6 +245,9 @@ class RolloutManager:
                 # Prompt tokens that the engines had in their cache.
                 "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
             }
+            if self._stream is not None:
+                read = stats.prompt_tokens - stats.cached_tokens + stats.completion_tokens
+                batch.metrics["rollout/reread_ratio"] = batch.metrics["rollout/reread_tokens"] / max(read, 1)
         return batch
 
     async def _work(self, start: Callable[[], Awaitable[T]], context: RolloutContext | None = None) -> T:

@@ -17,14 +17,29 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
-from slime_retool.protocols import Completion, GenerationEngine
+from slime_retool.protocols import Completion
 from slime_retool.rollout.places import Places
 from slime_retool.types import NO_VERSION
 
 MOST_URGENT = -1
 """Priority of what a whole run waits for: evaluation."""
+
+
+class CachingEngine(Protocol):
+    """A `GenerationEngine` that can keep what it has read of some requests from others."""
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        session: str | None = None,
+        cache_key: str | None = None,
+    ) -> Completion:
+        """Continue `input_ids`. Only requests of the same `cache_key` share cached prefixes."""
+        ...
 
 
 @dataclass(slots=True)
@@ -131,9 +146,16 @@ class UpdateCounts:
 class OpenTurns:
     """`GenerationEngine` over another one; see the module. For one event loop."""
 
-    def __init__(self, engine: GenerationEngine, *, concurrency: int, tokenizer: Any) -> None:
-        """`concurrency`: requests at once. `tokenizer` decodes what an interruption may have cut a stop text in."""
-        self.engine = engine
+    def __init__(self, engine: CachingEngine, *, concurrency: int, tokenizer: Any, keeps_cache: bool) -> None:
+        """
+        Args:
+            concurrency: requests at once.
+            tokenizer: decodes what an interruption may have cut a stop text in.
+            keeps_cache: an update leaves the engine its cache. Then a conversation goes on without being read again,
+                and finds what was read of it by the weights it began with, or later ones; no conversation finds what
+                was read before it began.
+        """
+        self.engine, self._keeps_cache, self._version = engine, keeps_cache, 0
         self.places = Places(concurrency)
         self._tokenizer = tokenizer
         self._records: dict[str, Record] = {}
@@ -169,7 +191,12 @@ class OpenTurns:
             rest = {**params, "max_new_tokens": limit - written}
             async with self.places.place(priority):
                 # A copy: the engine must not see ids that are appended while it still holds the request.
-                part = await self.engine.generate(record.tokens[: turn.end], rest, session=session)
+                tokens = record.tokens[: turn.end]
+                if self._keeps_cache:
+                    began = self._version if record.oldest is None else record.oldest
+                    part = await self.engine.generate(tokens, rest, session=session, cache_key=str(began))
+                else:
+                    part = await self.engine.generate(tokens, rest, session=session)
             first = first or part
             if written:
                 self._counts.continued += 1
@@ -210,8 +237,9 @@ class OpenTurns:
         """Send nothing more until `let_go`."""
         self.places.hold()
 
-    def let_go(self) -> None:
-        """The engine goes on generating."""
+    def let_go(self, version: int) -> None:
+        """The engine goes on generating, with these weights."""
+        self._version = version
         self.places.let_go()
 
     def take_counts(self) -> UpdateCounts:

@@ -100,8 +100,6 @@ class Stream:
 
         With --offload-rollout nothing more is sent to the engine until `go_on`. Raises what `generate_rollout` does.
         """
-        if self._pump_task is None:
-            self._pump_task = asyncio.create_task(self._pump())
         self._draws = True
         self._fill()
         bar = tqdm(
@@ -115,6 +113,7 @@ class Stream:
             while not self._is_ready():
                 self._changed.clear()
                 self._tally.check(len(self._kept), len(self._running))
+                assert self._pump_task is not None
                 changed = asyncio.create_task(self._changed.wait())
                 try:
                     await asyncio.wait((changed, self._pump_task), return_when=asyncio.FIRST_COMPLETED)
@@ -139,7 +138,7 @@ class Stream:
         """The engine holds weights `version`: go on with what was interrupted, and draw new groups."""
         self.version = version
         self._draws = True
-        self._engine.let_go()
+        self._engine.let_go(version)
         self._fill()
 
     async def aclose(self) -> None:
@@ -172,6 +171,8 @@ class Stream:
 
     def _fill(self) -> None:
         """Draw what is missing of the groups that are to be open, times what the filter and outages take of them."""
+        if self._pump_task is None:
+            self._pump_task = asyncio.create_task(self._pump())
         if not self._draws:
             return
         lost = self._num_ended / self._num_good if self._num_good else self._most

@@ -77,8 +77,9 @@ class WeightSync:
                 raise WeightUpdateError("there is no engine to send weights to")
             if not asleep:
                 every_engine(engines, lambda engine: engine.pause())
-                # Nothing runs until `resume`, so nothing of the old weights can be cached after this.
-                every_engine(engines, lambda engine: engine.flush_cache())
+                if not self._trainer.config.keeps_cache:
+                    # Nothing runs until `resume`, so nothing of the old weights can be cached after this.
+                    every_engine(engines, lambda engine: engine.flush_cache())
 
         def finish() -> None:
             every_engine(engines, lambda engine: engine.set_weight_version(version))
