@@ -74,7 +74,7 @@ class Parts:
     def nothing(self, *_: object) -> dict[str, float]:
         return {}
 
-    connect = begin_training = begin_update = begin_generation = save = state_dict = nothing
+    connect = begin_training = begin_update = begin_generation = save = state_dict = stop_generating = nothing
 
 
 MODEL = {
