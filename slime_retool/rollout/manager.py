@@ -231,9 +231,9 @@ class RolloutManager:
         return state
 
     async def _generate(self, rollout_id: int) -> RolloutBatch:
-        if self._client is not None:
-            self._client.take_stats()
         if self._turns is None:
+            if self._client is not None:
+                self._client.take_stats()
             batch = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
         else:
             batch = await self._work(partial(self._open_stream().next_batch, rollout_id))
