@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from slime_retool.errors import ConfigError
+from slime_retool.errors import MissingLabel
 from slime_retool.reward.score import compute_score
 from slime_retool.types import Sample
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def check_label(args: Config, sample: Sample) -> None:
-    """Raise ConfigError for a data row without a label, before a run starts: `default_reward` needs one."""
+    """Raise MissingLabel for a data row without a label, before a run starts: `default_reward` needs one."""
     if sample.label is None:
-        raise ConfigError("it has no label to compare with; check --label-key, or give a --custom-rm-path of your own")
+        raise MissingLabel("it has no label to compare with; check --label-key, or give a --custom-rm-path of your own")
 
 
 async def default_reward(args: Config, sample: Sample) -> dict[str, Any]:
     """Score `sample.response` against `sample.label` by `args.rm_type` (see `compute_score`).
 
-    Raises ConfigError when the sample has no label, RewardError on an outage of the scorer.
+    Raises MissingLabel when the sample has no label, RewardError on an outage of the scorer.
     """
     check_label(args, sample)
     assert sample.label is not None
