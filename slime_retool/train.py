@@ -27,6 +27,7 @@ from tqdm import tqdm
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import latest_rollout, prune
 from slime_retool.config import Config, parse_config, resolve, validate
+from slime_retool.config.devices import check_devices
 from slime_retool.config.printable import changed_flags, flag_values, print_command_line, wandb_settings
 from slime_retool.config.require import as_config_error
 from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_room
@@ -54,13 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(argv: Sequence[str] | None) -> int:
     config = resolve(parse_config(argv))
     validate(config)
+    if not config.dry_run:
+        check_devices(config)
     with ServerFlagCheck(config) as check:
         if config.dry_run:
-            check.wait()
-            print_command_line(config, PROG)
+            rehearse(config, check)
+            print_command_line(config, PROG, f"python -m {PROG}")
         else:
             run(config, check)
     return 0
+
+
+def rehearse(config: Config, check: ServerFlagCheck) -> None:
+    """What ends a start before Ray does: the data, row by row, the hooks, and SGLang's answer. Writes nothing."""
+    from slime_retool.rollout.manager import RolloutManager
+
+    with RolloutManager(config):
+        check.wait()
 
 
 def run(config: Config, check: ServerFlagCheck) -> None:

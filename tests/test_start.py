@@ -189,10 +189,14 @@ def test_an_answer_that_does_not_come_is_an_error(start: Start, monkeypatch, cap
     assert "SGLang did not check its --sglang-* flags within 0.1 s" in capsys.readouterr().err
 
 
-def test_a_dry_run_waits_for_the_answer_and_starts_nothing(start: Start, monkeypatch, capsys):
+@MAINS
+def test_a_dry_run_reads_the_data_waits_for_the_answer_and_starts_no_ray(main, start: Start, monkeypatch, capsys):
     start.go.touch()
-    assert run(train.main, start, 2, monkeypatch, dry_run=True) == 2
-    assert start.events == [] and capsys.readouterr().out == ""
+    assert run(main, start, 2, monkeypatch, dry_run=True) == 2
+    assert start.events == ["rollout starts", "rollout ends"] and capsys.readouterr().out == ""
+    assert run(main, start, 0, monkeypatch, dry_run=True) == 0
+    assert start.events == ["rollout starts", "rollout ends"] * 2 and "--dry-run" in capsys.readouterr().out
+    assert not (start.go.parent / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("resumes", [False, True])

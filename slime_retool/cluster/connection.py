@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from slime_retool.config import Config
+from slime_retool.config.devices import OWN_CLUSTER, ray_address
 from slime_retool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,8 @@ def connect(config: Config) -> None:
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder and os.path.isdir(folder))
     env = {"env_vars": {"PYTHONPATH": path}}
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
-    # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
-    address = config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
-    if address != "local":
+    address = ray_address(config)
+    if address != OWN_CLUSTER:
         logger.info("joining the Ray cluster at %s", address)
         try:
             # Where nothing listens Ray itself would try for ever.

@@ -19,8 +19,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from slime_retool.config import Config, parse_config, resolve, validate
+from slime_retool.config.devices import check_devices
 from slime_retool.config.groups import EvalArgs, SglangArgs, ToolArgs
 from slime_retool.config.parse import build_parser
+from slime_retool.config.printable import print_command_line
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
@@ -38,7 +40,7 @@ READ = {
     "accuracy_threshold",
     *("rollout_max_response_len", "rollout_max_context_len", "skip_bad_rows"),
     *("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids"),
-    *("rollout_request_timeout", "rollout_request_retries", "output_dir", "no_progress"),
+    *("rollout_request_timeout", "rollout_request_retries", "output_dir", "no_progress", "dry_run"),
 } - {"eval_interval", "skip_eval_before_train"}
 """What an evaluation reads of a run's options."""
 
@@ -55,16 +57,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     return run_command(
         PROG,
-        lambda: _evaluate(_as_evaluation(parse_config(argv, parser))),
+        lambda: _evaluate(parse_config(argv, parser)),
         interrupted="interrupted; the same command goes on from here",
     )
 
 
-def _evaluate(config: Config) -> int:
+def _evaluate(given: Config) -> int:
+    config = _as_evaluation(given)
     validate_evaluation(config)
     if config.eval_endpoint_url is None:
         config = resolve(config)
         validate(config)
+        if not config.dry_run:
+            check_devices(config)
+    if config.dry_run:
+        with ServerFlagCheck(config) as check, RolloutManager(config):
+            check.wait()
+        print_command_line(given, PROG, PROG)
+        return 0
     os.makedirs(config.output_dir, exist_ok=True)
     metrics = _from_endpoint(config) if config.eval_endpoint_url is not None else _from_checkpoint(config)
     path = Path(config.output_dir) / "eval" / "figures.json"

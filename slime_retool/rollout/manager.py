@@ -63,14 +63,16 @@ class RolloutManager:
         self._rollout: RolloutFn = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:
             Hooks.load(config)
+        self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
+        self._held_out: dict[str, list[TrainSample]] | None = None
+        if config.loss.supervised and not config.debug_rollout_only:
+            self.held_out()  # now, so that a conversation that cannot be used ends the start
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
         self._closed = False
         self._working: set[asyncio.Task[Any]] = set()
         self._client: RouterClient | None = None
-        self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
-        self._held_out: dict[str, list[TrainSample]] | None = None
 
     def connect(self, router_url: str) -> None:
         """Generate through this router from now on."""
