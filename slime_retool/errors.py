@@ -36,6 +36,10 @@ class MissingLabel(ConfigError):
     """A data row has no label, and the reward needs one."""
 
 
+class UnreadableLabel(ConfigError):
+    """A data row's label is one that no answer is equal to, not even itself."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or of another model."""
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from slime_retool.data.loss_mask import refuse_empty_turns, require_assistant
 from slime_retool.data.questions import known_columns
 from slime_retool.data.readers import BadLine, Row, scan_rows
 from slime_retool.data.rows import RowCheck, check_sample, read_sample
-from slime_retool.errors import DataError, SlimeRetoolError, UserError, run_command
+from slime_retool.errors import DataError, SlimeRetoolError, UnreadableLabel, UserError, run_command
 from slime_retool.reward import compute_score
 from slime_retool.rollout.generate import check_prompt as check_no_tools
 from slime_retool.rollout.hooks import row_checks
@@ -111,7 +112,9 @@ class _FileCheck:
         if self._is_conversation(sample, config):
             self._conversation(sample, config)
         else:
-            length = check_sample(sample, row, config, self._template, self._checks, measure=True)
+            length = 0
+            with suppress(UnreadableLabel):  # `_question` says so of each rule
+                length = check_sample(sample, row, config, self._template, self._checks, measure=True)
             self._question(sample, length, number)
 
     def _is_conversation(self, sample: Sample, config: Config) -> bool:
