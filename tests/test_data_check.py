@@ -30,7 +30,7 @@ def test_a_good_file_is_counted_rendered_and_scored(tmp_path, capsys):
         for row in rows
     ]
     assert code == 0
-    repeated = "row 2: asks what row 1 does; its answer is '2', there '\\\\frac{1}{2}'"
+    repeated = "row 2: asks what row 1 does, and says '2' for '\\\\frac{1}{2}'"
     assert said == f"  {tmp_path / 'math.jsonl'}, {repeated}\n"
     assert figures == {
         "file": str(tmp_path / "math.jsonl"), "rows": 3, "failures": 0, "unique_questions": 2,

@@ -244,8 +244,8 @@ def test_rows_that_are_too_long_or_repeat_a_question_are_named(checkpoints: Path
     assert capsys.readouterr().err.splitlines() == [
         f"  {file}, row 2: the prompt has 80 tokens, more than --rollout-max-prompt-len 50 tokens: "
         "training leaves it out",
-        f"  {file}, row 3: asks what row 1 does; its answer is as there '2'",
-        f"  {file}, row 4: asks what row 1 does; its answer is '3', there '2'",
+        f"  {file}, row 4: asks what row 1 does, and says '3' for '2'",
+        f"  {file}, row 3: asks what row 1 does, with the same answer '2'",
     ]
     values = {"prompt_data": [str(file)], "output_dir": str(tmp_path), "rollout_batch_size": 1, "num_rollout": 1}
     hf = str(checkpoints / "rl")

@@ -56,8 +56,10 @@ class Report:
     supervised: int = 0
     labels: dict[str, set[str]] = field(default_factory=dict)
     """Question -> its answers."""
+    conflicts: list[str] = field(default_factory=list)
+    """Which rows ask what an earlier one does, and have another answer."""
     repeats: list[str] = field(default_factory=list)
-    """Which rows ask what an earlier one does."""
+    """Which rows are there twice."""
 
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = {"file": self.file, "rows": self.rows, "failures": len(self.failures)}
@@ -155,8 +157,12 @@ class _FileCheck:
         report.labels.setdefault(question, set()).add(answer)
         first, its_answer = self._first.setdefault(question, (number, answer))
         if first != number:
-            what = f"as there {answer!r}" if answer == its_answer else f"{answer!r}, there {its_answer!r}"
-            report.repeats.append(f"row {number}: asks what row {first} does; its answer is {what}")
+            if answer == its_answer:
+                report.repeats.append(f"row {number}: asks what row {first} does, with the same answer {answer!r}")
+            else:
+                report.conflicts.append(
+                    f"row {number}: asks what row {first} does, and says {answer!r} for {its_answer!r}"
+                )
         for mode in MODES:
             if not compute_score(f"Answer: \\boxed{{{answer}}}", answer, mode)["acc"]:
                 report.wrong[mode] += 1
@@ -198,7 +204,7 @@ def _check(args: argparse.Namespace, given: dict[str, Any]) -> int:
         report = check_file(file, template, config)
         failed = failed or bool(report.failures)
         print(json.dumps(report.summary(), ensure_ascii=False), flush=True)
-        for lines in (report.failures, report.repeats):
+        for lines in (report.failures, report.conflicts, report.repeats):
             for line in lines[: args.show]:
                 print(f"  {file}, {line}", file=sys.stderr)
             if len(lines) > args.show:

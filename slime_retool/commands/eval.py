@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -102,9 +103,12 @@ def _as_evaluation(config: Config) -> Config:
 
 
 def _from_checkpoint(config: Config) -> dict[str, float]:
-    from slime_retool.cluster.cluster import Cluster
+    with ExitStack() as stack:
+        check = stack.enter_context(ServerFlagCheck(config))
+        rollout = stack.enter_context(RolloutManager(config))
+        from slime_retool.cluster.cluster import Cluster  # brings ray, which the data need not wait for
 
-    with ServerFlagCheck(config) as check, RolloutManager(config) as rollout, Cluster(config) as cluster:
+        cluster = stack.enter_context(Cluster(config))
         check.wait()
         logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
         rollout.connect(cluster.engines.start_router(cluster.engines.start()))
@@ -141,7 +145,7 @@ def table(config: Config, metrics: dict[str, float]) -> str:
             f"{shown(low)} to {shown(high)}",
             _percent(metrics.get(f"{aux}/acc/pass@{k}")) + of_fewer,
             _percent(metrics.get(f"{aux}/acc/maj@{k}")) + of_fewer,
-            f"{metrics[f'{aux}/num_turns/mean']:.1f}",
+            f"{metrics[f'{plain}/mean_turns']:.1f}",
             f"{metrics[f'{plain}/response_length']:.0f}",
             _percent(metrics[f"{plain}/tool_call_rate"]),
             _percent(metrics.get(f"{aux}/code/pass_rate")),
