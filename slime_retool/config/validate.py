@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
-from megatron_bridge.checkpoint import LATEST_FILE, exists, holds_checkpoints, what_it_is
+from megatron_bridge.checkpoint import LATEST_FILE, exists, holds_checkpoints, latest_rollout, what_it_is
 from megatron_bridge.hf_config import check_against_hf, check_tokenizer
 from megatron_bridge.lora_spec import TARGET_MODULES
 from megatron_bridge.model_config import nearest_divisor, required
@@ -163,6 +163,8 @@ def _check_checkpoints(config: Config) -> None:
         require_folder(config.ref_load, "--ref-load", LATEST_FILE)
     resumable = config.load is not None and exists(config.load)
     for flag, source in config.load_folders.items():
+        with as_config_error():
+            latest_rollout(source)
         other = "" if exists(source) else what_it_is(source)
         require(not other or not os.path.isdir(source), f"{flag}: {source} has no {LATEST_FILE}{other}")
     require(
