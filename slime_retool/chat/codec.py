@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,11 +23,14 @@ class TextCodec:
     between two added tokens is encoded by itself, so what is short is encoded once. Where an added token takes part of
     the text around it (`lstrip`, say), the tokenizer gets the whole text. A byte-level tokenizer's ids are decoded by a
     table of their bytes.
+
+    The Rust tokenizer is a copy: a hook's call that pads or truncates writes to the shared one, which fails in either
+    thread ("Already borrowed") while the other one encodes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._rust = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        self._rust = _own_copy(tokenizer.backend_tokenizer, len(tokenizer)) if tokenizer.is_fast else None
         self._short = lru_cache(maxsize=1024)(lambda text: tuple(self._encode(text)))
         self._added = {str(token.content): number for number, token in tokenizer.added_tokens_decoder.items()}
         # Longest first, so that of two tokens with a common beginning the whole one is found, as the tokenizer does.
@@ -80,10 +84,19 @@ class TextCodec:
         return texts
 
     def _encode(self, text: str) -> list[int]:
-        # The wrapper switches truncation and padding on and off inside; the last caller may have left them on.
-        if self._rust is not None and self._rust.truncation is None and self._rust.padding is None:
+        if self._rust is not None:
             return self._rust.encode(text, add_special_tokens=False).ids
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+@lru_cache(maxsize=2)
+def _own_copy(rust: Any, num_tokens: int) -> Any:
+    """A copy without truncation and padding. Being only read, it is shared by all codecs of one tokenizer (making it
+    takes half a second for 150,000 tokens). `num_tokens` tells a tokenizer to which tokens were added since."""
+    own = copy.deepcopy(rust)
+    own.no_truncation()
+    own.no_padding()
+    return own
 
 
 class _ByteTable(dict[int, bytes]):
