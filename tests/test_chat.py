@@ -49,9 +49,6 @@ class RustOnly:
         self.added_tokens_decoder = tokenizer().added_tokens_decoder
         self.backend_tokenizer = RustSpy(copy.deepcopy(tokenizer().backend_tokenizer))
 
-    def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size()
-
 
 class Slow:
     """A Python tokenizer of one character per token."""

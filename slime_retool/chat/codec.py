@@ -30,9 +30,9 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._rust = _own_copy(tokenizer.backend_tokenizer, len(tokenizer)) if tokenizer.is_fast else None
-        self._short = lru_cache(maxsize=1024)(lambda text: tuple(self._encode(text)))
         self._added = {str(token.content): number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._rust = _own_copy(tokenizer.backend_tokenizer, len(self._added)) if tokenizer.is_fast else None
+        self._short = lru_cache(maxsize=1024)(lambda text: tuple(self._encode(text)))
         # Longest first, so that of two tokens with a common beginning the whole one is found, as the tokenizer does.
         ordered = sorted(self._added, key=lambda token: (-len(token), token))
         self._split = re.compile(f"({'|'.join(map(re.escape, ordered))})") if 0 < len(ordered) <= _MAX_ADDED else None
@@ -42,17 +42,26 @@ class TextCodec:
         self._bytes = _byte_table(self._rust, list(self._added.values())) if self._rust is not None else None
 
     def encode(self, text: str) -> list[int]:
+        return self.encode_with_marks(text)[0]
+
+    def encode_with_marks(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids, and (character, index of the next id) behind each added token; the latter none where text around one is
+        not encoded by itself."""
         if self._split is None:
-            return self._encode(text)
+            return self._encode(text), []
         ids: list[int] = []
+        marks: list[tuple[int, int]] = []
+        character = 0
         for part in self._split.split(text):
+            character += len(part)
             if part in self._added:
                 ids.append(self._added[part])
+                marks.append((character, len(ids)))
             elif len(part) <= _SHORT:
                 ids += self._short(part)
             else:
                 ids += self._encode(part)
-        return ids
+        return ids, marks
 
     def split_at_added(self, text: str) -> tuple[str, list[int], str] | None:
         """Text before the first added token, ids from there through the last one, text behind it.
@@ -90,9 +99,9 @@ class TextCodec:
 
 
 @lru_cache(maxsize=2)
-def _own_copy(rust: Any, num_tokens: int) -> Any:
+def _own_copy(rust: Any, num_added: int) -> Any:
     """A copy without truncation and padding. Being only read, it is shared by all codecs of one tokenizer (making it
-    takes half a second for 150,000 tokens). `num_tokens` tells a tokenizer to which tokens were added since."""
+    takes half a second for 150,000 tokens). `num_added` tells a tokenizer to which tokens were added since."""
     own = copy.deepcopy(rust)
     own.no_truncation()
     own.no_padding()
@@ -126,6 +135,6 @@ def _byte_table(rust: Any, added: Sequence[int]) -> _ByteTable | None:
     if type(rust.decoder).__name__ != "ByteLevel":
         return None
     table = _ByteTable(rust)
-    probes = [*range(min(1024, rust.get_vocab_size())), *added]
+    probes = [*range(min(1024, rust.get_vocab_size(with_added_tokens=False))), *added]
     decoded = b"".join(map(table.__getitem__, probes)).decode("utf-8", "replace")
     return table if decoded == rust.decode(probes, skip_special_tokens=False) else None
