@@ -182,9 +182,9 @@ def is_evaluated(path: Path, step: int, sets: Iterable[str]) -> bool:
     found: set[str] = set()
     for row in _rows(path) if path.exists() else ():
         if row["step"] == step:
-            evaluation = {name for name in row if name.startswith("eval/")}
+            evaluation = {rest for kind, _, rest in (name.partition("/") for name in row) if kind == "eval"}
             found = found | evaluation if evaluation else set()
-    return all(any(name.startswith(f"eval/{each}/") for name in found) for each in sets)
+    return all(any(name.startswith(f"{each}/") for name in found) for each in sets)
 
 
 def host_bytes() -> int:
