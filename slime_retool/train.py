@@ -34,7 +34,7 @@ from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_r
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
 from slime_retool.health import HealthCheck
-from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes
+from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import set_aside
 
@@ -145,7 +145,11 @@ class Loop:
         if first >= end > 0:
             logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, end)
         if config.eval_interval is not None and not config.skip_eval_before_train and (first < end or end == 0):
-            self._evaluate(first - 1)
+            sets = [name for name, _ in config.eval_sets]
+            if first > 0 and is_evaluated(Path(config.output_dir) / "metrics.jsonl", first - 1, sets):
+                logger.info("the evaluation after rollout %d is there already", first - 1)
+            else:
+                self._evaluate(first - 1)
         warn_of_room(config, first)
         if first < end and config.save is not None and config.save_interval is None and not config.debug_rollout_only:
             logger.info("--save without --save-interval: the one checkpoint is written after the last rollout")

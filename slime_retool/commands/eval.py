@@ -6,7 +6,8 @@
         --custom-rm-path generate_with_retool.reward_func --output-dir outputs/eval-sft
 
 Flags are those of `slime_retool.train`; --help shows what an evaluation reads of them. Transcripts are written as
-samples end; the same command goes on where a stopped one was. Exit codes as in `slime_retool.train`.
+samples end; the same command goes on where a stopped one was (--rescore: and scores anew what is there). Exit codes as
+in `slime_retool.train`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def tokenize_conversation(
     whose turns cannot be told apart.
     """
     whole = render_conversation(template, messages, tools)
-    ids = template.codec.encode(whole)
+    ids, marks = template.codec.encode_with_marks(whole)
     mask = [0] * len(ids)
     known = (0, 0)
     for i, message in enumerate(messages):
@@ -37,8 +37,8 @@ def tokenize_conversation(
             start, end = _turn_span(template, whole, messages, tools, i)
             if start < known[0]:
                 raise DataError(f"the chat template puts message {i} before or inside an earlier one")
-            first = _token_index(template.codec, whole, ids, start, known)
-            last = _token_index(template.codec, whole, ids, end, known)
+            first = _token_index(template.codec, whole, ids, start, [*marks, known])
+            last = _token_index(template.codec, whole, ids, end, [*marks, known])
             mask[first:last] = [1] * (last - first)
             known = (end, last)
     return ids, mask
@@ -106,14 +106,14 @@ def _turn_span(
     return start, end + len(marks.end)
 
 
-def _token_index(codec: TextCodec, whole: str, ids: list[int], position: int, known: tuple[int, int]) -> int:
+def _token_index(codec: TextCodec, whole: str, ids: list[int], position: int, known: list[tuple[int, int]]) -> int:
     """Index of the first token that begins at or after character `position` of `whole`.
 
-    `known` is an earlier (character, token index) behind an end-of-turn token: only the text from there on is
+    `known` are (character, token index) behind special tokens: only the text from the last one before `position` on is
     encoded, because special tokens never merge with what follows. A token that reaches across `position` (a
     header's line break merged with one that begins the reply) counts as before it.
     """
-    for character, index in (known, (0, 0)):
+    for character, index in (max(place for place in known if place[0] <= position), (0, 0)):
         before = codec.encode(whole[character:position])
         shared = len(os.path.commonprefix([before, ids[index : index + len(before)]]))
         if shared == len(before):

@@ -33,6 +33,8 @@ from slime_retool.types import RolloutBatch, TrainSample
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Made = concurrent.futures.Future[tuple[RolloutBatch, dict[str, Any]]]
+"""A batch, and the data's position after it."""
 
 CLOSE_SECONDS = 15.0
 
@@ -73,6 +75,10 @@ class RolloutManager:
         self._closed = False
         self._working: set[asyncio.Task[Any]] = set()
         self._client: RouterClient | None = None
+        self._position = self.data.state_dict()
+        """In the data, after the batch that `generate` returned last."""
+        self._ahead: tuple[int, Made] | None = None
+        """A rollout whose batch is being made before it is asked for."""
 
     def connect(self, router_url: str) -> None:
         """Generate through this router from now on."""
@@ -95,8 +101,19 @@ class RolloutManager:
         self._context.chat = self._call(self._context.resource("chat endpoint", make))
 
     def generate(self, rollout_id: int) -> RolloutBatch:
-        """Make one training batch with `--rollout-function-path`; its errors are raised here."""
-        return self._call(self._generate(rollout_id))
+        """Make one training batch with `--rollout-function-path`; its errors are raised here.
+
+        SFT depends on nothing that is trained: while the caller trains on a batch, the next one is made.
+        """
+        if self._ahead is not None and self._ahead[0] != rollout_id:
+            self.load_state_dict(self._position)
+        made = self._start(rollout_id) if self._ahead is None else self._ahead[1]
+        self._ahead = None
+        batch, self._position = _wait(made)
+        is_last = rollout_id + 1 >= (self.config.num_rollout or 0)
+        if self.config.rollout_function_path == SFT_ROLLOUT and not is_last:
+            self._ahead = rollout_id + 1, self._start(rollout_id + 1)
+        return batch
 
     def evaluate(self, rollout_id: int = -1, *, resume: bool = False) -> dict[str, float]:
         """Metrics of all evaluation sets, see `rollout.evaluate`."""
@@ -110,12 +127,16 @@ class RolloutManager:
         return self._held_out
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data."""
-        return self.data.state_dict()
+        """The position in the data, after the last batch that `generate` returned."""
+        return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises ConfigError when the data is another."""
+        if self._ahead is not None:
+            concurrent.futures.wait([self._ahead[1]])  # its thread draws from the data
+            self._ahead = None
         self.data.load_state_dict(state)
+        self._position = self.data.state_dict()
 
     def close(self) -> None:
         """End all that is running, resources of hooks included; safe to call twice."""
@@ -139,13 +160,11 @@ class RolloutManager:
         self.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run on the loop and wait. An interrupt here (Ctrl-C) cancels what runs there."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(timeout)
-        except BaseException:
-            future.cancel()
-            raise
+        """Run on the loop and wait."""
+        return _wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop), timeout)
+
+    def _start(self, rollout_id: int) -> Made:
+        return asyncio.run_coroutine_threadsafe(self._generate(rollout_id), self._loop)
 
     async def _connect(self, router_url: str) -> None:
         if self._client is not None:
@@ -159,7 +178,7 @@ class RolloutManager:
         )
         self._context.engine = self._client
 
-    async def _generate(self, rollout_id: int) -> RolloutBatch:
+    async def _generate(self, rollout_id: int) -> tuple[RolloutBatch, dict[str, Any]]:
         if self._client is not None:
             self._client.take_stats()
         batch = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
@@ -171,7 +190,7 @@ class RolloutManager:
                 # Prompt tokens that the engines had in their cache.
                 "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
             }
-        return batch
+        return batch, self.data.state_dict()
 
     async def _work(self, start: Callable[[], Awaitable[T]]) -> T:
         """Await what `start` returns: hooks find the context, and `close` finds the task."""
@@ -206,6 +225,15 @@ def _tell_of_skipped(config: Config, rows: list[Row]) -> None:
         return
     path = Path(config.output_dir) / "skipped_rows.jsonl"
     logger.warning("%d rows cannot be used and are left out, see %s", write_rows(path, rows), path)
+
+
+def _wait(future: concurrent.futures.Future[T], timeout: float | None = None) -> T:
+    """An interrupt here (Ctrl-C) cancels what runs on the loop."""
+    try:
+        return future.result(timeout)
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def _warn_of_untrained_tokens(checkpoint: str, tokenizer: Any, tool_format: str) -> None:
