@@ -28,7 +28,12 @@ class Model:
         self._aborts = 0
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        session: str | None = None,
+        cache_key: str | None = None,
     ) -> Completion:
         self.requests += 1
         self.running += 1
