@@ -7,16 +7,17 @@ can be called at any time, also while the run goes on. For each model of the run
     outcomes.jsonl      each evaluation: {run, set, rollout, right, tool, cut}: a character for each problem, in order;
                         1 or 0, and - where an outage cost the sample
     transcripts.jsonl   TRANSCRIPTS answers of the first RL run's last evaluation, at even distances over the problems
-    RUN/metrics.jsonl, RUN/command.txt, selection.json
+    RUN/metrics.jsonl, RUN/command.txt
+    selection.json      which programs became traces
+    times.jsonl         begin and end of each step of the whole run
+    leaks.json          training questions that were left out
 
-and DIR itself times.jsonl, leaks.json and, in a package only, logs/ (the end of every log) and MODEL/answers.jsonl (every
-evaluated answer, without token ids).
+and, in a package only, answers.jsonl (every evaluated answer, without token ids) and logs/ (the end of every log).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tarfile
 import tempfile
@@ -80,7 +81,8 @@ def answer(row: Row) -> Row:
 
 def spread(rows: list[Row], count: int) -> list[Row]:
     """`count` of the rows at even distances, from the first on."""
-    return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))]
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def chosen(found: list[tuple[str, str, int, list[Row]]]) -> list[Row]:
@@ -100,13 +102,9 @@ def chosen(found: list[tuple[str, str, int, list[Row]]]) -> list[Row]:
 
 def collect(work: Path, out: Path, *, everything: bool = False) -> None:
     """Fill `out`, which may hold an earlier collection."""
-    out.mkdir(parents=True, exist_ok=True)
-    for name in ("times.jsonl", "prepared/leaks.json"):
-        if (work / name).exists():
-            shutil.copyfile(work / name, out / Path(name).name)
     for folder in model_folders(work):
         place = out / folder.name
-        place.mkdir(exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
         found = list(evaluations(folder))
         lines = [{"run": run, "set": name, "rollout": number, **outcome(rows)} for run, name, number, rows in found]
         write_jsonl(place / "outcomes.jsonl", lines)
@@ -117,9 +115,12 @@ def collect(work: Path, out: Path, *, everything: bool = False) -> None:
             write_jsonl(place / "answers.jsonl", answers)
         for path in sorted([*folder.glob("*/metrics.jsonl"), *folder.glob("*/command.txt")]):
             (place / path.parent.name).mkdir(exist_ok=True)
-            shutil.copyfile(path, place / path.parent.name / path.name)
-        if (folder / "data" / "selection.json").exists():
-            shutil.copyfile(folder / "data" / "selection.json", place / "selection.json")
+            # Commands name their folders; where those were on the host of the run is nobody's business.
+            text = path.read_text(encoding="utf-8").replace(f"{work}/", "$WORK/")
+            (place / path.parent.name / path.name).write_text(text, encoding="utf-8")
+        for source in (folder / "data" / "selection.json", work / "prepared" / "leaks.json", work / "times.jsonl"):
+            if source.exists():
+                shutil.copyfile(source, place / source.name)
     if everything:
         for path in sorted((work / "logs").rglob("*.log")):
             kept = out / "logs" / path.relative_to(work / "logs")

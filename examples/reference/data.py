@@ -35,8 +35,8 @@ FORMS = {
     "plain": "\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
     "program": (
         "\n\nExplain in one or two sentences how to find the answer. Then write one complete Python program, between "
-        "```python and ```, that computes the answer and prints only the answer. Use sympy where the answer must be exact "
-        "(a fraction, a root, an expression). Do not write the result into the program: let it calculate."
+        "```python and ```, that computes the answer and prints only the answer. Use sympy where the answer must be "
+        "exact (a fraction, a root, an expression). Do not write the result into the program: let it calculate."
     ),
 }
 """Column of a row -> what stands after the question there: asked with the tool, without it, and for a program."""
@@ -138,8 +138,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the sets")
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--eval-rows", type=int, help="only this many problems of each evaluation set: to try things out")
-    parser.add_argument("--train-rows", type=int, help="only this many problems of each training set: to try things out")
+    parser.add_argument(
+        "--eval-rows", type=int, help="only this many problems of each evaluation set: to try things out"
+    )
+    parser.add_argument(
+        "--train-rows", type=int, help="only this many problems of each training set: to try things out"
+    )
     args = parser.parse_args()
     sets = evaluation_sets(args.data_dir)
     index = EvaluationQuestions(

