@@ -7,8 +7,8 @@
 # A step that has finished is not repeated: the same command goes on where a stopped one was. Everything is set by
 # variables, given before the command:
 #   WORK          everything is written here (outputs/reference)
-#   MODELS_DIR    folders 0.5b, 1.5b with pieces that `models.py --save-pieces` wrote: for a host without network
-#   DATA_DIR      the data sets' files (data.py names them)
+#   MODELS_DIR    folders 0.5b, 1.5b with pieces that `coder_models.py --save-pieces` wrote: for a host without network
+#   DATA_DIR      the data sets' files (questions.py names them)
 #   MODEL         the model that learns: 1.5b (0.5b in the short form), or a folder with a checkpoint
 #   WRITER        the model that writes the programs of the SFT traces (1.5b)
 #   RUNS          RL runs, ALGORITHM:SEED: "grpo:1 grpo:2 plain:1"; plain is the control without the tool
@@ -69,7 +69,8 @@ SFT_BATCH="${SFT_BATCH:-64}"
 RL_PROMPTS="${RL_PROMPTS:-64}"
 RL_SAMPLES="${RL_SAMPLES:-8}"
 RL_BATCH="${RL_BATCH:-256}"              # samples of an optimizer step
-EVAL_EVERY="${EVAL_EVERY:-12}"
+WARMUP="${WARMUP:-4}"                    # optimizer steps
+EVAL_EVERY="${EVAL_EVERY:-12}"           # rollouts
 EVAL_RESPONSE="${EVAL_RESPONSE:-1536}"
 CONTEXT="${CONTEXT:-3072}"
 PROMPT="${PROMPT:-1024}"                 # longest prompt of RL
@@ -139,7 +140,7 @@ get_model() {
   if [[ -d "$1" ]]; then return; fi
   local pieces=()
   if [[ -n "${MODELS_DIR}" ]]; then pieces=(--pieces "${MODELS_DIR}/$1"); fi
-  "${PYTHON}" "${HERE}/models.py" "$1" --output-dir "$(folder_of "$1")" ${pieces[@]+"${pieces[@]}"}
+  "${PYTHON}" "${HERE}/coder_models.py" "$1" --output-dir "$(folder_of "$1")" ${pieces[@]+"${pieces[@]}"}
 }
 
 to_megatron() {
@@ -163,8 +164,8 @@ wait_for() {
 }
 
 data() {
-  once prepared/data "${PYTHON}" "${HERE}/data.py" --data-dir "${DATA_DIR}" --output-dir "${PREPARED}" ${DATA_FLAGS:-}
-  once prepared/converted "${PYTHON}" "${HERE}/traces.py" convert --prepared "${PREPARED}" \
+  once prepared/data "${PYTHON}" "${HERE}/questions.py" --data-dir "${DATA_DIR}" --output-dir "${PREPARED}" ${DATA_FLAGS:-}
+  once prepared/converted "${PYTHON}" "${HERE}/program_traces.py" convert --prepared "${PREPARED}" \
     --sandbox-isolation "${ISOLATION}"
 }
 
@@ -186,7 +187,7 @@ serve() {
   graphs "${SERVED}"
   local memory=()
   if (( ON_GPU )); then memory=(--sglang-mem-fraction-static 0.35 --sglang-max-running-requests "${SERVED}"); fi
-  "${PYTHON}" "${HERE}/serve.py" --url-file "${file}" -- --device "${DEVICE}" --hf-checkpoint "$(folder_of "$1")" \
+  "${PYTHON}" "${HERE}/shared_server.py" --url-file "${file}" -- --device "${DEVICE}" --hf-checkpoint "$(folder_of "$1")" \
     --output-dir "${WORK}/served/${name}" --rollout-max-context-len "${CONTEXT}" "${ENGINE[@]}" \
     ${memory[@]+"${memory[@]}"} >> "${WORK}/logs/serve_${name}.log" 2>&1 &
   SERVERS+=($!)
@@ -219,7 +220,7 @@ measure() {
   local hooks=()
   case "${form}" in
     tool) hooks=(--custom-generate-function-path generate_with_retool.generate --tool-format retool) ;;
-    program) hooks=(--custom-generate-function-path programs.generate --custom-rm-path programs.reward_func) ;;
+    program) hooks=(--custom-generate-function-path program_hooks.generate --custom-rm-path program_hooks.reward_func) ;;
   esac
   launch "${output}" ${LIMIT[@]+"${LIMIT[@]}"} "${PYTHON}" -m slime_retool.cli eval --device "${DEVICE}" --hf-checkpoint "$(folder_of "${model}")" \
     --rollout-external-urls "${url}" --output-dir "${output}" --input-key "${form}" --no-progress \
@@ -283,7 +284,7 @@ select_traces() {
       samples+=("${set}=${WORK}/programs/${set}/eval/${set}_-00001.jsonl")
     fi
   done
-  "${PYTHON}" "${HERE}/traces.py" select --prepared "${PREPARED}" --samples ${samples[@]+"${samples[@]}"} \
+  "${PYTHON}" "${HERE}/program_traces.py" select --prepared "${PREPARED}" --samples ${samples[@]+"${samples[@]}"} \
     --output-dir "${OUT}/data" --per-question "${PER_QUESTION}" --most-converted "${MOST_CONVERTED}" \
     --most "${MOST_TRACES}"
 }
@@ -355,7 +356,7 @@ train_rl() {
     grpo) ;;
     dapo)
       how+=(--dynamic-sampling-filter-path slime_retool.rollout.filters.check_reward_nonzero_std)
-      how+=(--over-sampling-batch-size $((RL_PROMPTS * 5 / 4)) --overlong-filtering --overlong-buffer-len 128)
+      how+=(--over-sampling-batch-size $((RL_PROMPTS * 5 / 4)) --overlong-filtering --overlong-buffer-len $((RESPONSE / 4)))
       ;;
     ppo)
       how=(--advantage-estimator ppo --normalize-advantages --critic-lr 2e-5 --num-critic-only-steps 2)
@@ -389,7 +390,7 @@ train_rl() {
     --rollout-max-context-len "${CONTEXT}" --num-rollout "${RL_STEPS}" --rollout-batch-size "${RL_PROMPTS}" \
     --n-samples-per-prompt "${RL_SAMPLES}" --global-batch-size "${RL_BATCH}" --eps-clip 0.2 --eps-clip-high 0.28 \
     --calculate-per-token-loss --use-dynamic-batch-size --max-tokens-per-gpu "${MAX_TOKENS}" \
-    ${MEMORY[@]+"${MEMORY[@]}"} --lr "${RL_LR}" --min-lr 1e-6 --lr-decay-style linear --lr-warmup-iters 4 \
+    ${MEMORY[@]+"${MEMORY[@]}"} --lr "${RL_LR}" --min-lr 1e-6 --lr-decay-style linear --lr-warmup-iters "${WARMUP}" \
     --save "${run}/checkpoints" --load "${run}/checkpoints" --no-save-optim --save-hf "${run}/hf" \
     --dump-rollouts --dump-rollouts-every "${EVAL_EVERY}" \
     "${how[@]}" "${engine[@]}" ${RL_FLAGS[@]+"${RL_FLAGS[@]}"}
@@ -426,13 +427,13 @@ aime() {
 
 # What was measured as small files, and tables and curves of them: at any time.
 table() {
-  "${PYTHON}" "${HERE}/collect.py" --work "${WORK}" --output-dir "${RESULTS}/data"
-  "${PYTHON}" "${HERE}/report.py" --results "${RESULTS}"
+  "${PYTHON}" "${HERE}/evidence.py" --work "${WORK}" --output-dir "${RESULTS}/data"
+  "${PYTHON}" "${HERE}/tables.py" --results "${RESULTS}"
 }
 
 # The same files, with answers and logs, as one archive to take from a host: at any time.
 pack() {
-  "${PYTHON}" "${HERE}/collect.py" --work "${WORK}" --pack "${PACKED:-${WORK}/packed/results.tar.xz}"
+  "${PYTHON}" "${HERE}/evidence.py" --work "${WORK}" --pack "${PACKED:-${WORK}/packed/results.tar.xz}"
 }
 
 everything() {
@@ -451,7 +452,7 @@ everything() {
     (use_gpu 2; evaluate) & local measuring=$!
     (use_gpu 0; traces)
     (use_gpu 0; sft)
-    wait "${measuring}"
+    wait "${measuring}" || say "the base model was not measured; the same command does it later"
   fi
   rl || say "an RL run failed; the others are in the table"
   table

@@ -1,6 +1,6 @@
 """Prompts of the reference run, each in the three forms in which it is asked, and the check for leaks.
 
-    python data.py --data-dir DIR --output-dir OUT
+    python questions.py --data-dir DIR --output-dir OUT
 
 Reads from DIR (docs/data.md tells where public copies are; none is part of this project):
 

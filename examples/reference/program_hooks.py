@@ -1,10 +1,12 @@
 r"""Hooks that let a model solve a problem by one program: the raw material of SFT traces.
 
-    slime-retool eval --custom-generate-function-path programs.generate --custom-rm-path programs.reward_func ...
+    slime-retool eval --custom-generate-function-path program_hooks.generate \
+        --custom-rm-path program_hooks.reward_func ...
 
-The model is asked, without any tool, for two sentences and a program (column `program` of data.py's rows). The program
-runs in the sandbox, and what it prints is the answer. The transcripts that `slime-retool eval` writes hold in their
-metadata {thought, code, output}; `traces.py select` makes conversations with tool calls of the right ones.
+The model is asked, without any tool, for two sentences and a program (column `program` of questions.py's rows). The
+program runs in the sandbox, and what it prints is the answer. The transcripts that `slime-retool eval` writes hold in
+their metadata {thought, code, output}; `program_traces.py select` makes conversations with tool calls of the right
+ones.
 """
 
 from __future__ import annotations

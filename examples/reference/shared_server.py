@@ -1,6 +1,6 @@
 """One SGLang server that several evaluations share, until it is told to end.
 
-    python serve.py --url-file FILE -- --hf-checkpoint DIR --output-dir DIR [--sglang-FLAG VALUE ...]
+    python shared_server.py --url-file FILE -- --hf-checkpoint DIR --output-dir DIR [--sglang-FLAG VALUE ...]
 
 The flags after `--` are those of `slime_retool.train` that an engine reads. FILE holds the server's address once it is
 healthy; SIGTERM or Ctrl-C ends it, and so does the end of whoever started this.
@@ -18,7 +18,7 @@ from slime_retool.config import parse_config, resolve
 from slime_retool.engine.server import EngineProcess
 from slime_retool.errors import run_command
 
-PROG = "serve.py"
+PROG = "shared_server.py"
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
-"""What a reference run leaves as evidence, without its weights: small files that report.py makes tables of.
+"""What a reference run leaves as evidence, without its weights: small files that tables.py makes tables of.
 
-    python collect.py --work WORK --output-dir DIR [--pack FILE]
+    python evidence.py --work WORK --output-dir DIR [--pack FILE]
 
 can be called at any time, also while the run goes on. For each model of the run DIR/MODEL holds
 
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from traces import read_jsonl, write_jsonl
+from program_traces import read_jsonl, write_jsonl
 
 TRANSCRIPTS = 200
 LOG_LINES = 60

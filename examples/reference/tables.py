@@ -1,6 +1,6 @@
-"""Tables, curves and summary.json of reference runs, from the small files that collect.py left.
+"""Tables, curves and summary.json of reference runs, from the small files that evidence.py left.
 
-    python report.py --results DIR [--readme FILE]
+    python tables.py --results DIR [--readme FILE]
 
 DIR/data/MODEL holds what was measured of a model; DIR/peer.json, where it is, what a peer took for the same step.
 Writes DIR/summary.json, DIR/tables.md and DIR/curves-MODEL.svg, and with --readme the lines of that file between its
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from traces import read_jsonl
+from program_traces import read_jsonl
 
 from slime_retool.metrics import read_metrics
 from slime_retool.rollout.statistics import Estimate, estimate
