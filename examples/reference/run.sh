@@ -27,10 +27,13 @@ if [[ "${FORM}" == short ]]; then
   MODEL="${MODEL:-0.5b}"
   RUNS="${RUNS:-grpo:1 grpo:2 grpo:3 dapo:1 ppo:1}"
   SETS="${SETS:-gsm8k}"                  # training sets
-  SFT_EPOCHS="${SFT_EPOCHS:-3}"
-  SFT_LR="${SFT_LR:-2e-5}"
+  SFT_EPOCHS="${SFT_EPOCHS:-2}"
+  SFT_BATCH="${SFT_BATCH:-128}"
+  SFT_LR="${SFT_LR:-3e-5}"
+  MOST_TRACES="${MOST_TRACES:-12000}"
   PER_QUESTION="${PER_QUESTION:-2}"      # different programs of one question in the SFT data
   RL_STEPS="${RL_STEPS:-24}"
+  EVAL_EVERY="${EVAL_EVERY:-${RL_STEPS}}" # rollouts
   RL_LR="${RL_LR:-6e-6}"
   RESPONSE="${RESPONSE:-512}"            # tokens of an RL response
   PARALLEL="${PARALLEL:-5}"
@@ -42,9 +45,12 @@ else
   RUNS="${RUNS:-grpo:1 grpo:2 plain:1}"
   SETS="${SETS:-gsm8k math}"
   SFT_EPOCHS="${SFT_EPOCHS:-2}"
+  SFT_BATCH="${SFT_BATCH:-64}"
   SFT_LR="${SFT_LR:-1e-5}"
+  MOST_TRACES="${MOST_TRACES:-5000}"
   PER_QUESTION="${PER_QUESTION:-1}"
-  RL_STEPS="${RL_STEPS:-36}"
+  RL_STEPS="${RL_STEPS:-30}"
+  EVAL_EVERY="${EVAL_EVERY:-15}"
   RL_LR="${RL_LR:-4e-6}"
   RESPONSE="${RESPONSE:-1024}"
   PARALLEL="${PARALLEL:-1}"
@@ -64,13 +70,10 @@ SAMPLES="${SAMPLES:-2}"                  # programs asked for each training ques
 PROGRAM_RESPONSE="${PROGRAM_RESPONSE:-640}"  # tokens of a program and what stands around it
 SAMPLE_SECONDS="${SAMPLE_SECONDS:-180}"  # after which the programs that are there are taken
 MOST_CONVERTED="${MOST_CONVERTED:-4000}" # worked answers turned into programs, where the writer solved none
-MOST_TRACES="${MOST_TRACES:-16000}"
-SFT_BATCH="${SFT_BATCH:-64}"
 RL_PROMPTS="${RL_PROMPTS:-64}"
 RL_SAMPLES="${RL_SAMPLES:-8}"
 RL_BATCH="${RL_BATCH:-256}"              # samples of an optimizer step
 WARMUP="${WARMUP:-4}"                    # optimizer steps
-EVAL_EVERY="${EVAL_EVERY:-12}"           # rollouts
 EVAL_RESPONSE="${EVAL_RESPONSE:-1536}"
 CONTEXT="${CONTEXT:-3072}"
 PROMPT="${PROMPT:-1024}"                 # longest prompt of RL
@@ -345,9 +348,10 @@ sft() {
   once "${NAME}/sft" train_sft
 }
 
-# train_rl ALGORITHM SEED
+# train_rl ALGORITHM SEED FIRST: FIRST 0 leaves out the evaluation before training, which is the first run's alike.
 train_rl() {
-  local algorithm="$1" seed="$2" set eval=() data=()
+  local algorithm="$1" seed="$2" set data=() before=()
+  if (( ! $3 )); then before=(--skip-eval-before-train); fi
   local run="${OUT}/rl_${algorithm}_${seed}" start="${OUT}/sft_hf" reference="${OUT}/sft_checkpoints" form=tool
   local hooks=(--custom-generate-function-path generate_with_retool.generate --tool-format retool)
   hooks+=(--custom-rm-path generate_with_retool.reward_func --reward-key score --shape-tool-use none)
@@ -385,14 +389,14 @@ train_rl() {
     --prompt-data "${data[@]}" --input-key "${form}" --label-key label --rollout-shuffle \
     --eval-prompt-data gsm8k "${PREPARED}/eval/gsm8k.jsonl" math500 "${PREPARED}/eval/math500.jsonl" \
     --eval-interval "${EVAL_EVERY}" --eval-temperature 0 --eval-max-response-len "${EVAL_RESPONSE}" \
-    ${hooks[@]+"${hooks[@]}"} --rm-type math_verify --sandbox-isolation "${ISOLATION}" \
+    ${before[@]+"${before[@]}"} ${hooks[@]+"${hooks[@]}"} --rm-type math_verify --sandbox-isolation "${ISOLATION}" \
     --max-turns 4 --max-tool-calls 3 --rollout-max-response-len "${RESPONSE}" --rollout-max-prompt-len "${PROMPT}" \
     --rollout-max-context-len "${CONTEXT}" --num-rollout "${RL_STEPS}" --rollout-batch-size "${RL_PROMPTS}" \
     --n-samples-per-prompt "${RL_SAMPLES}" --global-batch-size "${RL_BATCH}" --eps-clip 0.2 --eps-clip-high 0.28 \
     --calculate-per-token-loss --use-dynamic-batch-size --max-tokens-per-gpu "${MAX_TOKENS}" \
     ${MEMORY[@]+"${MEMORY[@]}"} --lr "${RL_LR}" --min-lr 1e-6 --lr-decay-style linear --lr-warmup-iters "${WARMUP}" \
     --save "${run}/checkpoints" --load "${run}/checkpoints" --no-save-optim --save-hf "${run}/hf" \
-    --dump-rollouts --dump-rollouts-every "${EVAL_EVERY}" \
+    --dump-rollouts --dump-rollouts-every 10 \
     "${how[@]}" "${engine[@]}" ${RL_FLAGS[@]+"${RL_FLAGS[@]}"}
 }
 
@@ -403,7 +407,7 @@ rl() {
       wait "${running[0]}" || failed=1
       running=("${running[@]:1}")
     done
-    (use_gpu "${number}"; once "${NAME}/rl_${run/:/_}" train_rl "${run%%:*}" "${run##*:}") &
+    (use_gpu "${number}"; once "${NAME}/rl_${run/:/_}" train_rl "${run%%:*}" "${run##*:}" "$(( number == 0 ))") &
     running+=($!)
     number=$((number + 1))
     sleep "${APART}"
