@@ -257,7 +257,7 @@ def work(tmp_path: Path) -> Path:
             for i in range(5)
         ]
         jsonl(folder / "1.5b" / run / "metrics.jsonl", steps)
-    (folder / "1.5b" / "sft" / "command.txt").write_text(f"python --save {folder}/1.5b/sft")
+    (folder / "1.5b" / "sft" / "command.txt").write_text(f"/usr/bin/python3.12 -m train --save {folder}/1.5b/sft")
     jsonl(folder / "times.jsonl", [{"step": "1.5b/sft", "begin": 100.0, "end": 160.5}])
     return folder
 
@@ -328,7 +328,7 @@ class TestCollect:
     def test_folders_of_the_host_are_not_kept(self, work: Path) -> None:
         evidence.collect(work, work.parent / "data")
         text = (work.parent / "data" / "1.5b" / "sft" / "command.txt").read_text()
-        assert text == "python --save $WORK/1.5b/sft"
+        assert text == "python -m train --save $WORK/1.5b/sft"
 
     def test_a_package_also_holds_answers_and_logs(self, work: Path) -> None:
         import tarfile

@@ -18,6 +18,7 @@ and, in a package only, answers.jsonl (every evaluated answer, without token ids
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import tarfile
 import tempfile
@@ -32,6 +33,7 @@ LOG_LINES = 60
 NOT_MODELS = ("programs", "served", "packed", "results")
 """Other folders of a run with evaluations, servers or copies in them."""
 USABLE = ("completed", "truncated")
+_INTERPRETER = re.compile(r"\S+/python[\d.]* -m")
 Row = dict[str, Any]
 
 
@@ -117,6 +119,7 @@ def collect(work: Path, out: Path, *, everything: bool = False) -> None:
             (place / path.parent.name).mkdir(exist_ok=True)
             # Commands name their folders; where those were on the host of the run is nobody's business.
             text = path.read_text(encoding="utf-8").replace(f"{work}/", "$WORK/")
+            text = _INTERPRETER.sub("python -m", text)
             (place / path.parent.name / path.name).write_text(text, encoding="utf-8")
         for source in (folder / "data" / "selection.json", work / "prepared" / "leaks.json", work / "times.jsonl"):
             if source.exists():
