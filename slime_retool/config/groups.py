@@ -264,6 +264,9 @@ class ToolArgs:
     sandbox_url: str | None = flag(
         None, url=True, help="Run code in this SandboxFusion deployment (or `slime-retool sandbox serve`) instead."
     )
+    sandbox_token_file: str | None = flag(
+        None, help="File whose text that server asks for (its own --token-file; sent as Authorization: Bearer)."
+    )
     tool_state: str = flag(
         "call",
         choices=("call", "session"),
