@@ -35,7 +35,7 @@ from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, run_command
 from slime_retool.health import HealthCheck
 from slime_retool.interrupts import Interrupts
-from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes
+from slime_retool.metrics import Laps, Metrics, Phases, generation_speed, headline, host_bytes
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import resume_point, saved_extra, set_aside
 
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: Sequence[str] | None) -> int:
+    laps = Laps()
     config = resolve(parse_config(argv))
     validate(config)
     with ServerFlagCheck(config) as check:
@@ -61,14 +62,16 @@ def _train(argv: Sequence[str] | None) -> int:
             check.wait()
             print_command_line(config, PROG)
         else:
-            run(config, check)
+            laps("flags")
+            run(config, check, laps)
     return 0
 
 
-def run(config: Config, check: ServerFlagCheck) -> None:
+def run(config: Config, check: ServerFlagCheck, laps: Laps) -> None:
     """Run the whole loop. Whatever it starts is ended when it returns or raises.
 
-    `check` goes on beside the reading of the data and the start of Ray; trainers and engines wait for it.
+    `check` goes on beside the reading of the data, the start of Ray, and that of trainers and engines, none of which
+    takes a step before it has ended.
     """
     # Imported here, so that --help and configuration errors answer at once.
     from slime_retool.cluster.cluster import Cluster
@@ -78,12 +81,16 @@ def run(config: Config, check: ServerFlagCheck) -> None:
     # The data come first: a row that cannot be used ends the start before Ray begins.
     with RolloutManager(config) as rollout, Cluster(config) as cluster:
         config = rollout.config  # its data say how many rollouts --num-epoch makes
-        check.wait()
         first = first_rollout(config)
+        laps("data_and_ray")
+        assert config.num_rollout is not None
+        cluster.launch(config.num_rollout)
+        check.wait()
+        laps("sglang_flags")
         if first == 0:
             set_aside(config.output_dir)
         with closing(trackers_of(config, first)) as metrics:
-            Loop(config, cluster, rollout, metrics, first).run()
+            Loop(config, cluster, rollout, metrics, first, laps).run()
 
 
 def first_rollout(config: Config) -> int:
@@ -110,13 +117,19 @@ class Loop:
     """The loop's state: where it is, and the parts it drives."""
 
     def __init__(
-        self, config: Config, cluster: Cluster, rollout: RolloutManager, metrics: Metrics, first: int = 0
-    ) -> None:
-        """`first`: the rollout to begin with, after the checkpoint that trainers resume (0: they find out)."""
+        self, config: Config, cluster: Cluster, rollout: RolloutManager, metrics: Metrics, first: int = 0,
+        laps: Laps | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            first: the rollout to begin with, after the checkpoint that trainers resume (0: they find out).
+            laps: what the start has taken so far.
+        """
         assert config.num_rollout is not None
         self._num_rollout = config.num_rollout
         self._config, self._cluster, self._rollout, self._metrics = config, cluster, rollout, metrics
         self._resumed = first - 1 if first > 0 else None
+        self._laps = laps or Laps()
         self._saves = Saves(config, cluster.trainers)
         self._interrupts = Interrupts(defers=config.save is not None and not config.debug_rollout_only)
         self._engine_memory: dict[str, float] = {}
@@ -137,6 +150,10 @@ class Loop:
             logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, end)
         if config.eval_interval is not None and not config.skip_eval_before_train and (first < end or end == 0):
             self._evaluate(first - 1)
+            self._laps("evaluation")
+        if first < end:
+            self._metrics.log(first, self._laps.metrics())
+            logger.info("started in %s", self._laps)
         warn_of_room(config, first)
         only_at_end = config.save_interval is None and config.save_seconds is None
         if first < end and config.save is not None and only_at_end and not config.debug_rollout_only:
@@ -176,11 +193,10 @@ class Loop:
         """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
         config, cluster = self._config, self._cluster
         first = 0
-        if config.num_engines and not config.colocate:
-            cluster.engines.launch()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
-            first, state = cluster.trainers.start(self._num_rollout, self._resumed)
+            first, state = cluster.start_trainers(self._num_rollout, self._resumed, self._laps)
+            self._laps("trainers")
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
             if first > 0:
@@ -188,13 +204,15 @@ class Loop:
                 if changes := changed_flags(config, state.get("flags", {})):
                     logger.info("flags that differ from the run that saved it: %s", ", ".join(changes))
         if config.num_engines:
-            urls = cluster.engines.start()
+            urls = cluster.start_engines()
+            self._laps("engines")
             self._engine_memory = cluster.engines.memory()
             self._rollout.connect(cluster.engines.start_router(urls))
             if not config.debug_rollout_only:
                 cluster.trainers.connect_engines(urls)
                 cluster.begin_training()
                 self._hand_over(Phases())
+            self._laps("router_and_weights")
         return first
 
     def _step(self, rollout_id: int) -> dict[str, float]:

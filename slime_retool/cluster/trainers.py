@@ -19,7 +19,9 @@ from slime_retool.types import RolloutBatch, TrainSample
 def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: bool) -> list[Any]:
     """The ranks of one process group. `roles`: see `trainer.core.ROLES`."""
     assert len(slots) == config.world_size
-    environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
+    environment: dict[str, str] = {}
+    if config.on_cuda:
+        environment = trainer_environment(colocate=config.colocate, kernel_cache_dir=config.kernel_cache_dir)
     shipped = ray.put(config.for_actors())
     return [
         TrainerActor.options(**slot.options(environment)).remote(  # type: ignore[attr-defined]
@@ -38,19 +40,31 @@ class Trainers:
         """Actors of the ranks of each group."""
         self._saving = False
 
-    def start(self, num_rollout: int, iteration: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Start every rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
+    def launch(self, num_rollout: int) -> None:
+        """Let every rank import what it needs, in the background, with a schedule over `num_rollout` rollouts.
 
-        iteration: the checkpoint in --load to go on from, by its rollout; None: the newest, if there is one.
-        Returns (first rollout's number, state saved with it).
+        No device is touched before `start`.
         """
         groups = replace(self._config, num_rollout=num_rollout).trainer_groups
         for (roles, config), slots in zip(groups, self._slots, strict=True):
             self._groups.append(_make_actors(config, slots, roles, self._several_hosts))
+        call(sum(self._groups, []), "prepare")  # what fails here fails again in `start`
+
+    def start(
+        self, num_rollout: int, iteration: int | None = None, *, stay: bool = False
+    ) -> tuple[int, dict[str, Any]]:
+        """Start every rank, unless `launch` has, and load weights.
+
+        iteration: the checkpoint in --load to go on from, by its rollout; None: the newest, if there is one.
+        stay: keep the device, where --offload-train would make ranks leave it until it is their turn.
+        Returns (first rollout's number, state saved with it).
+        """
+        if not self._groups:
+            self.launch(num_rollout)
         starting = []
         for actors in self._groups:
             (init_method,) = results(call(actors[:1], "rendezvous"))
-            starting += call(actors, "start", init_method, iteration)
+            starting += call(actors, "start", init_method, iteration, stay=stay)
         return results(starting)[0]
 
     @property
