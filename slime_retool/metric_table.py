@@ -186,8 +186,7 @@ GROUPS = (
         "perf/idle_seconds": "the step's seconds in none of these",
         "perf/critic_seconds": "the critic's optimizer steps",
         "perf/reward_seconds": "seconds in which a sample waited for its reward, mostly while others were written",
-        "perf/save_seconds": "the checkpoint, from its copy to the moment that the disk has all of it; logged by the step "
-        "that found it complete",
+        "perf/save_seconds": "writing the checkpoint until the disk has all of it; in the step that finds it complete",
         "perf/save_stall_seconds": "what the loop waited for it: for the one before, and for the copy to host memory",
         "perf/eval_seconds": "the evaluation",
         "perf/generate_tokens_per_second_per_gpu": "model tokens over generation's seconds and the engines' GPUs",
