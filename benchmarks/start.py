@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-1.7B", help="a file of scripts/models (a Qwen3 shape), with random weights")
+    parser.add_argument("--model", default="qwen3-1.7B", help="a Qwen3 shape of scripts/models, with random weights")
     parser.add_argument("--hf", type=Path, help="a real checkpoint instead of --model")
     parser.add_argument("--torch-dist", type=Path, help="the same in torch_dist")
     parser.add_argument("--starts", type=int, default=2)
