@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
@@ -34,7 +34,7 @@ from slime_retool.config.printable import changed_flags, flag_values, print_comm
 from slime_retool.config.require import as_config_error
 from slime_retool.config.schedule import evaluates_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.errors import SlimeRetoolError, run_command
+from slime_retool.errors import SlimeRetoolError, TrainerDied, run_command
 from slime_retool.health import HealthCheck
 from slime_retool.interrupts import Interrupts
 from slime_retool.metrics import Laps, Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
@@ -162,6 +162,9 @@ class Loop:
         self._saves = Saves(config, cluster.trainers)
         self._interrupts = Interrupts(defers=config.save is not None and not config.debug_rollout_only)
         self._engine_memory: dict[str, float] = {}
+        self._restarts = 0
+        self._first_data: dict[str, Any] = {}
+        """The position in the data that the run began with."""
         self._health = HealthCheck()
 
     def run(self) -> None:
@@ -192,35 +195,79 @@ class Loop:
         if first < end and config.save is not None and only_at_end and not config.debug_rollout_only:
             logger.info("--save without --save-interval: the one checkpoint is written after the last rollout")
         bar = tqdm(
-            range(first, end),
             initial=first,
             total=end,
             desc="training" if config.debug_train_only else "rollouts",
             disable=config.no_progress or None,  # None: where stderr is no terminal
         )
-        for rollout_id in bar:
-            with self._interrupts.deferred():
-                metrics = self._step(rollout_id)
-            shown = headline(metrics)
-            bar.set_postfix(shown)
-            if bar.disable:
-                words = [f"{name} {value}" for name, value in shown.items()]
-                words.append(f"{metrics['perf/step_seconds']:.1f} s")
-                logger.info("rollout %d of %d: %s", rollout_id, end, ", ".join(words))
-            try:
-                if self._interrupts.asked:
-                    raise KeyboardInterrupt
-                if evaluates_after(config, rollout_id):
-                    self._evaluate(rollout_id)
-            except KeyboardInterrupt:
-                self._save_at_once(rollout_id)
-                raise
-        if written := self._saves.look(wait=True):
-            self._metrics.log(end - 1, written)
+        with bar:
+            rollout_id = first
+            while rollout_id < end or self._saves.writing:
+                try:
+                    if rollout_id < end:
+                        self._round(bar, rollout_id)
+                        rollout_id += 1
+                    else:
+                        self._metrics.log(end - 1, self._saves.look(wait=True))
+                except TrainerDied as error:
+                    rollout_id = self._restart_trainers(rollout_id, error)
+                bar.update(rollout_id - bar.n)
         # After a run with nothing left to do the last checkpoint is the one it was to go on from.
         source = config.save if first < end else config.load if first > 0 else None
         if config.save_hf is not None and source is not None and not config.debug_rollout_only:
             self._export(source)
+
+    def _round(self, bar: tqdm[NoReturn], rollout_id: int) -> None:
+        """One step, and the evaluation after it."""
+        with self._interrupts.deferred():
+            metrics = self._step(rollout_id)
+        self._show(bar, rollout_id, metrics)
+        try:
+            if self._interrupts.asked:
+                raise KeyboardInterrupt
+            if evaluates_after(self._config, rollout_id):
+                self._evaluate(rollout_id)
+        except KeyboardInterrupt:
+            self._save_at_once(rollout_id)
+            raise
+
+    def _show(self, bar: tqdm[NoReturn], rollout_id: int, metrics: dict[str, float]) -> None:
+        """A few of a rollout's metrics beside the bar, or in a line of their own."""
+        shown = headline(metrics)
+        bar.set_postfix(shown)
+        if bar.disable:
+            words = [f"{name} {value}" for name, value in shown.items()]
+            words.append(f"{metrics['perf/step_seconds']:.1f} s")
+            logger.info("rollout %d of %d: %s", rollout_id, self._num_rollout, ", ".join(words))
+
+    def _restart_trainers(self, rollout_id: int, error: TrainerDied) -> int:
+        """Go back to the last complete checkpoint, with other trainers. Returns the next rollout's number.
+
+        Without any checkpoint that is where the run began. Raises `error` where --max-restarts allows no more.
+        """
+        config, cluster = self._config, self._cluster
+        while True:
+            saved = self._saves.newest_whole()
+            where = "the run's beginning" if saved is None else f"the checkpoint of rollout {saved} in {config.save}"
+            if self._restarts >= config.max_restarts:
+                raise TrainerDied(
+                    f"{error}; in rollout {rollout_id}, and --max-restarts {config.max_restarts} allows no further "
+                    f"start from {where}"
+                ) from error
+            self._restarts += 1
+            logger.warning(
+                "%s; in rollout %d. Trainers start again from %s (%d of %d)",
+                error, rollout_id, where, self._restarts, config.max_restarts,
+            )  # fmt: skip
+            try:
+                iteration = self._resumed if saved is None else saved
+                first, state = cluster.restart_trainers(self._num_rollout, iteration, saved=saved is not None)
+                self._rollout.load_state_dict(state.get("data", self._first_data))
+                if config.num_engines:
+                    self._hand_over(Phases())
+                return first
+            except TrainerDied as again:
+                error = again
 
     def _start(self) -> int:
         """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
@@ -236,6 +283,7 @@ class Loop:
                 logger.info("resumed at rollout %d from %s", first, config.load)
                 if changes := changed_flags(config, state.get("flags", {})):
                     logger.info("flags that differ from the run that saved it: %s", ", ".join(changes))
+        self._first_data = self._rollout.state_dict()
         if config.num_engines:
             urls = cluster.start_engines()
             self._laps("engines")

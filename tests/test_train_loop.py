@@ -18,7 +18,7 @@ from megatron_bridge.checkpoint import checkpoint_name, latest_iteration, write_
 from slime_retool.cluster.engines import Engines
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
-from slime_retool.errors import DataError, RolloutError
+from slime_retool.errors import DataError, RolloutError, TrainerDied
 from slime_retool.metrics import Laps, Metrics, read_metrics
 from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
@@ -379,3 +379,74 @@ def test_a_checkpoint_holds_the_id_of_the_trackers_run(tmp_path):
     run._metrics.state_dict()["wandb"] = "a1b2"
     run.run()
     assert kept["trackers"] == {"wandb": "a1b2"}
+
+
+class Dying(SavingParts):
+    """Trainers that die in the given rollouts, each once; `first` of each start."""
+
+    def __init__(self, folder: Path, dies_in: list[int]) -> None:
+        super().__init__(folder)
+        self.dies_in, self.trained, self.data = dies_in, [], []
+        self.position = 0
+        self.restarts: list[bool] = []
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        self.position += 1
+        return super().generate(rollout_id)
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        if rollout_id in self.dies_in:
+            self.dies_in.remove(rollout_id)
+            raise TrainerDied("a process of the run ended")
+        self.trained.append(rollout_id)
+        return {}
+
+    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+        super().save(rollout_id, extra)
+        for name in (".metadata", "metadata.json"):
+            (self.folders[0] / checkpoint_name(rollout_id) / name).touch()
+        self.data.append((rollout_id, extra["data"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    def restart_trainers(
+        self, num_rollout: int, iteration: int | None, *, saved: bool
+    ) -> tuple[int, dict[str, Any]]:
+        assert iteration == (self.data[-1][0] if saved else None)
+        self.restarts.append(saved)
+        if "start" in self.dies_in:
+            self.dies_in.remove("start")
+            raise TrainerDied("a process of the run ended")
+        return (self.data[-1][0] + 1, {"data": self.data[-1][1]}) if saved else (0, {})
+
+
+def test_after_a_trainers_death_the_run_goes_on_from_the_last_checkpoint_it_saved(tmp_path: Path, caplog):
+    parts = Dying(tmp_path / "new", [3])
+    loop(tmp_path, parts, num_rollout=5, save_interval=2, save_hf=None).run()
+    assert parts.trained == [0, 1, 2, 2, 3, 4] and parts.restarts == [True] and parts.position == 5
+    [line] = [message for message in caplog.messages if "start again" in message]
+    where = f"the checkpoint of rollout 1 in {tmp_path / 'new'} (1 of 3)"
+    assert line == f"a process of the run ended; in rollout 3. Trainers start again from {where}"
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_without_a_checkpoint_of_its_own_a_run_begins_again(tmp_path: Path):
+    (tmp_path / "new").mkdir()
+    write_latest(tmp_path / "new", 7)  # an earlier run's
+    parts = Dying(tmp_path / "new", [1])
+    loop(tmp_path, parts, num_rollout=3, save_interval=10, save_hf=None).run()
+    assert parts.trained == [0, 0, 1, 2] and parts.restarts == [False] and parts.position == 3
+
+
+def test_deaths_also_while_starting_are_counted_and_the_last_one_is_raised(tmp_path: Path):
+    parts = Dying(tmp_path / "new", [1, "start"])
+    loop(tmp_path, parts, num_rollout=2, save_interval=1, save_hf=None, max_restarts=2).run()
+    assert parts.restarts == [True, True] and parts.trained == [0, 1]
+    parts = Dying(tmp_path / "again", [1, 1])
+    run = loop(tmp_path, parts, num_rollout=2, save_interval=1, save=str(tmp_path / "again"), max_restarts=1)
+    with pytest.raises(TrainerDied, match="in rollout 1, and --max-restarts 1 allows no further start from the check"):
+        run.run()

@@ -10,7 +10,6 @@ import ray
 
 from slime_retool.config import Config
 from slime_retool.engine.kernel_cache import make_kernel_cache
-from slime_retool.engine.process import ServerError
 from slime_retool.trainer.rendezvous import Rendezvous
 from slime_retool.types import TrainSample
 
@@ -93,13 +92,19 @@ class TrainerActor:
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
 
-    def connect_engines(self, urls: list[str]) -> None:
+    def connect_engines(self, urls: list[str], weight_version: int) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
 
         self._sync = WeightSync(self._trainer, urls, host=self._host)
+        self._sync.weight_version = weight_version
 
-    def update_weights(self, *, asleep: bool = False) -> int:
+    def update_weights(self, engines: dict[int, str], *, asleep: bool = False) -> int:
+        self._sync.set_engines(engines)
         return self._sync.update(asleep=asleep)
+
+    def give_weights(self, engines: dict[int, str], *, asleep: bool = False) -> None:
+        self._sync.set_engines(engines)
+        self._sync.repeat(asleep=asleep)
 
     def weight_checksums(self) -> dict[str, str]:
         return self._sync.weight_checksums()
@@ -123,19 +128,23 @@ class EngineActor:
         self._engine: Any = None
 
     def start(self) -> str:
-        """Start the server and wait until it is healthy. Returns its URL."""
+        """Start the server, anew if there was one, and wait until it is healthy. Returns its URL."""
         from slime_retool.engine.server import EngineProcess
 
+        self.stop()
         self._engine = EngineProcess(self._config, rank=self._rank, devices=self._gpus, host=self._host)
         return self._engine.url
 
-    def check(self) -> None:
-        """Raise ServerError with the end of the log when the server has died."""
-        if not self._engine.alive:
-            raise ServerError(
-                f"SGLang engine {self._rank} has died: it {self._engine.ending}. The end of its log:\n"
-                f"{self._engine.log_tail()}"
-            )
+    def ended(self) -> str | None:
+        """How the server ended, in words; None while it lives."""
+        engine = self._engine
+        if engine is None:
+            return "is gone: its owner was started again"
+        return None if engine.alive else engine.ending
+
+    def log_tail(self) -> str:
+        """The last lines that the server wrote."""
+        return "" if self._engine is None else self._engine.log_tail()
 
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the engine holds it, by Hugging Face name."""

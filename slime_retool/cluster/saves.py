@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from megatron_bridge.checkpoint import prune
 from slime_retool.config import Config
 from slime_retool.config.schedule import saves_after
+from slime_retool.run_folder import resume_point
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,10 @@ class Saves:
         self._last_time = time.monotonic()
         self.last: int | None = None
         """The rollout of the newest save, be it complete or not."""
-        self._writing = False
+        self.writing = False
+        """Whether `look` has not yet seen the end of it."""
+        self._begun: set[int] = set()
+        """Rollouts after which this run saved, or tried to."""
 
     def due(self, rollout_id: int) -> bool:
         """Whether a checkpoint follows this rollout: --save-interval, --save-seconds, or the last one."""
@@ -46,6 +50,7 @@ class Saves:
         """
         begin = time.monotonic()
         metrics = self.look(wait=True)
+        self._begun.add(rollout_id)
         self._trainers.save(rollout_id, extra, background=not self._config.no_async_save)
         self.last, self._last_time = rollout_id, begin
         stall = time.monotonic() - begin
@@ -53,7 +58,7 @@ class Saves:
             metrics["perf/save_seconds"] = stall
             self._prune()
         else:
-            self._writing = True
+            self.writing = True
         return metrics | {"perf/save_stall_seconds": stall}
 
     def look(self, *, wait: bool = False) -> dict[str, float]:
@@ -61,14 +66,26 @@ class Saves:
 
         Raises SaveError when it failed.
         """
-        if not self._writing:
+        if not self.writing:
             return {}
         seconds = self._trainers.finish_save(wait=wait)
         if seconds is None:
             return {}
-        self._writing = False
+        self.writing = False
         self._prune()
         return {"perf/save_seconds": seconds}
+
+    def newest_whole(self) -> int | None:
+        """The rollout of the newest whole checkpoint of this run, after its trainers have ended; None without one.
+
+        A save that they did not finish is forgotten.
+        """
+        self.writing, self.last = False, None
+        config = self._config
+        if not self._begun:
+            return None
+        rollout_id = resume_point(config.save, config.of_critic().save if config.uses_critic else None)
+        return rollout_id if rollout_id in self._begun else None
 
     def _prune(self) -> None:
         if self._config.save_keep is not None:

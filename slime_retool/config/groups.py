@@ -93,6 +93,12 @@ class ClusterArgs:
         "without either a private one is started and ended.",
     )
     distributed_timeout_minutes: float = flag(10.0, above=0, help="Collective operations that take longer fail.")
+    max_restarts: int = flag(
+        3,
+        min=0,
+        help="After the death of a trainer process go on from the run's last complete checkpoint this many times; then "
+        "the run ends.",
+    )
     seed: int = flag(1234, help="Seed of everything random in training.")
 
 
@@ -256,6 +262,9 @@ class ToolArgs:
     )
     sandbox_url: str | None = flag(
         None, url=True, help="Run code in this SandboxFusion deployment (or `slime-retool sandbox serve`) instead."
+    )
+    sandbox_token_file: str | None = flag(
+        None, help="File whose text that server asks for (its own --token-file; sent as Authorization: Bearer)."
     )
     tool_state: str = flag(
         "call",
@@ -513,6 +522,16 @@ class SglangArgs:
     )
     sglang_server_concurrency: int = flag(512, min=1, help="Requests in flight per engine.")
     sglang_startup_timeout: float = flag(600.0, above=0, help="Seconds an engine may take to become healthy.")
+    max_engine_restarts: int = flag(
+        8,
+        min=0,
+        help="Replace engines that died or hang this many times in all (the router as often); then the run ends.",
+    )
+    engine_hang_timeout: float = flag(
+        120.0,
+        above=0,
+        help="An engine that gives no token for this many seconds, although asked to, hangs: it is ended and replaced.",
+    )
     sglang_gather_prefills: bool = flag(
         True,
         help="On GPUs, engines let requests wait (at most a quarter of a second) until a twelfth as many as are "

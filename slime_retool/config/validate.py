@@ -110,6 +110,10 @@ def _check_tools(config: Config) -> None:
         f"--tool-state {config.tool_state} needs a sandbox of this run's own: the protocol of --sandbox-url keeps no "
         "state; drop one",
     )
+    if config.sandbox_url is None:
+        refuse_unused(config, ("sandbox_token_file",), "--sandbox-url")
+    elif config.sandbox_token_file is not None:
+        require_file(config.sandbox_token_file, "--sandbox-token-file")
 
 
 def check_batches(config: Config) -> None:
