@@ -70,6 +70,7 @@ SAMPLES="${SAMPLES:-2}"                  # programs asked for each training ques
 PROGRAM_RESPONSE="${PROGRAM_RESPONSE:-640}"  # tokens of a program and what stands around it
 SAMPLE_SECONDS="${SAMPLE_SECONDS:-180}"  # after which the programs that are there are taken
 MOST_CONVERTED="${MOST_CONVERTED:-4000}" # worked answers turned into programs, where the writer solved none
+MOST_RL="${MOST_RL:-3000}"               # questions of each set that RL draws from
 RL_PROMPTS="${RL_PROMPTS:-64}"
 RL_SAMPLES="${RL_SAMPLES:-8}"
 RL_BATCH="${RL_BATCH:-256}"              # samples of an optimizer step
@@ -289,7 +290,7 @@ select_traces() {
   done
   "${PYTHON}" "${HERE}/program_traces.py" select --prepared "${PREPARED}" --samples ${samples[@]+"${samples[@]}"} \
     --output-dir "${OUT}/data" --per-question "${PER_QUESTION}" --most-converted "${MOST_CONVERTED}" \
-    --most "${MOST_TRACES}"
+    --most "${MOST_TRACES}" --most-rl "${MOST_RL}"
 }
 
 pending() {
