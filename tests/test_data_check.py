@@ -30,7 +30,9 @@ def test_a_good_file_is_counted_rendered_and_scored(tmp_path, capsys):
         len(byte_tokenizer().apply_chat_template([user(row["problem"])], add_generation_prompt=True, return_dict=False))
         for row in rows
     ]
-    assert (code, said) == (0, "")
+    assert code == 0
+    repeated = "row 2: asks what row 1 does, and says '2' for '\\\\frac{1}{2}'"
+    assert said == f"  {tmp_path / 'math.jsonl'}, {repeated}\n"
     assert figures == {
         "file": str(tmp_path / "math.jsonl"), "rows": 3, "failures": 0, "unique_questions": 2,
         "contradictory_questions": 1, "own_answer_wrong_dapo": 0, "own_answer_wrong_math_verify": 0,

@@ -553,4 +553,8 @@ class DebugArgs:
         False,
         help="After every weight update compare each tensor's checksum in trainer and engines; stop if one differs.",
     )
-    dry_run: bool = flag(False, help="Print the resolved configuration, without secrets, and stop.")
+    dry_run: bool = flag(
+        False,
+        help="Check all that can be checked before anything starts, the data's rows and the hooks included, print the "
+        "resolved configuration without secrets, and stop.",
+    )

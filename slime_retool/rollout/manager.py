@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,8 @@ from slime_retool.chat import load_tokenizer
 from slime_retool.config import Config
 from slime_retool.config.groups import RL_ROLLOUT, SFT_ROLLOUT
 from slime_retool.config.schedule import with_num_rollout
-from slime_retool.data.readers import write_rows
-from slime_retool.data.rows import RowReader
+from slime_retool.data.readers import Row, write_rows
+from slime_retool.data.rows import RowCheck, RowReader
 from slime_retool.data.source import PromptDataSource, load_eval_samples
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import RolloutFn, load_function
@@ -27,6 +27,7 @@ from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel, row_checks
+from slime_retool.rollout.sft_tokens import conversation_check
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -55,25 +56,25 @@ class RolloutManager:
                 raise ConfigError("--hf-checkpoint is required: its tokenizer renders the prompts")
             tokenizer = load_tokenizer(config.hf_checkpoint)
             _warn_of_untrained_tokens(config.hf_checkpoint, tokenizer, config.tool_format)
-        scored = config.rollout_function_path == RL_ROLLOUT  # another function may use no hook
-        reader = RowReader(config, tokenizer, row_checks(config) if scored else ())
+        reader = RowReader(config, tokenizer, _row_checks(config, tokenizer))
         self.data = PromptDataSource(config, tokenizer, reader)
         self.config = config = with_num_rollout(config, self.data.num_rows)
         self.eval_sets = load_eval_samples(config, reader)
         if reader.skipped:
-            path = Path(config.output_dir) / "skipped_rows.jsonl"
-            logger.warning("%d rows cannot be used and are left out, see %s", write_rows(path, reader.skipped), path)
+            _tell_of_skipped(config, reader.skipped)
         self._rollout: RolloutFn = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:
             Hooks.load(config)
+        self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
+        self._held_out: dict[str, list[TrainSample]] | None = None
+        if config.loss.supervised and not config.debug_rollout_only:
+            self.held_out()  # now, so that a conversation that cannot be used ends the start
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
         self._closed = False
         self._working: set[asyncio.Task[Any]] = set()
         self._client: RouterClient | None = None
-        self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
-        self._held_out: dict[str, list[TrainSample]] | None = None
         self._position = self.data.state_dict()
         """In the data, after the batch that `generate` returned last."""
         self._ahead: tuple[int, Made] | None = None
@@ -217,6 +218,22 @@ def _wait(future: concurrent.futures.Future[T], timeout: float | None = None) ->
     except BaseException:
         future.cancel()
         raise
+
+
+def _row_checks(config: Config, tokenizer: Any) -> Sequence[RowCheck]:
+    """What the run needs of a data row. A rollout function of one's own may use no hook."""
+    if config.rollout_function_path == SFT_ROLLOUT:
+        return [conversation_check(config.tool_format, tokenizer)]
+    return row_checks(config) if config.rollout_function_path == RL_ROLLOUT else ()
+
+
+def _tell_of_skipped(config: Config, rows: list[Row]) -> None:
+    if config.dry_run:  # which writes nothing
+        first = f"{rows[0]['file']}, row {rows[0]['row']}: {rows[0]['reason']}"
+        logger.warning("%d rows cannot be used and would be left out, the first: %s", len(rows), first)
+        return
+    path = Path(config.output_dir) / "skipped_rows.jsonl"
+    logger.warning("%d rows cannot be used and are left out, see %s", write_rows(path, rows), path)
 
 
 def _warn_of_untrained_tokens(checkpoint: str, tokenizer: Any, tool_format: str) -> None:

@@ -10,7 +10,7 @@ from slime_retool.errors import DataError
 from slime_retool.protocols import DataSource
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.failure_log import FailureLog
-from slime_retool.rollout.sft_tokens import ConversationTokenizer
+from slime_retool.rollout.sft_tokens import NO_CONVERSATION, ConversationTokenizer
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 
@@ -79,9 +79,7 @@ def _make_batch(
 def to_train_sample(tokenize: ConversationTokenizer, sample: Sample) -> TrainSample:
     """A row's conversation as ids and mask. Raises DataError for one that cannot be trained on."""
     if isinstance(sample.prompt, str):
-        raise DataError(
-            "SFT needs conversations, this row's prompt is plain text; point --input-key at the column of messages"
-        )
+        raise DataError(NO_CONVERSATION)
     tokens, loss_mask = tokenize(sample.prompt, sample.tools)
     if loss_mask:
         loss_mask[0] = 0
