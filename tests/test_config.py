@@ -322,6 +322,18 @@ BAD = {
         {"--max-tokens-per-gpu": "4096"},
         "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size; add it or drop --max-tokens-per-gpu",
     ),
+    "older samples that the loss does not know": (
+        {"--max-staleness": "1"},
+        "older weights, which the loss has to know: add --use-tis (decoupled PPO) or --use-rollout-logprobs",
+    ),
+    "updates within a rollout function of one's own": (
+        {"--max-staleness": "2", "--use-tis": None, "--rollout-function-path": "rollout_hooks.rollout_that_fails"},
+        "--max-staleness 2 needs the default rollout",
+    ),
+    "staleness of given conversations": (
+        {"--max-staleness": "1", "--loss-type": "sft_loss", "--n-samples-per-prompt": "1"},
+        "--max-staleness 1 is of generated samples; drop it for sft_loss",
+    ),
     "importance limits upside down": ({"--use-tis": None, "--tis-clip-low": "3"}, "below --tis-clip 2.0, got 3.0"),
     "distillation without a teacher": ({"--distill-coef": "1"}, "--teacher-url and --distill-coef go together"),
     "a teacher at another temperature": (
@@ -331,6 +343,10 @@ BAD = {
     "adapters without a rank": ({"--lora-alpha": "8"}, "--lora-alpha has no effect without --lora-rank"),
     "adapters of rank 0": ({"--lora-rank": "0"}, "--lora-rank must be at least 1, got 0"),
     "adapters wider than the model": ({"--lora-rank": "65"}, "--lora-rank must be at most the hidden size 64, got 65"),
+    "a token for no server": ({"--sandbox-token-file": "token"}, "--sandbox-token-file has no effect without --sand"),
+    "a token that is not there": (
+        {"--sandbox-url": "http://h:1", "--sandbox-token-file": "/no/token"}, "--sandbox-token-file: no such file"
+    ),
     "adapters that count nothing": ({"--lora-rank": "4", "--lora-alpha": "0"}, "--lora-alpha must be above 0"),
     "two adapters on one layer": (
         {"--lora-rank": "4", "--lora-target-modules": "linear_qkv linear_qkv"},

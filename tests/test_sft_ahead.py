@@ -25,7 +25,7 @@ from slime_retool.types import RolloutBatch
 
 ROLLOUTS, BATCH = 6, 2
 GOOD = [[user(f"q{i}"), assistant("a" * (i + 1))] for i in range(5)]
-LONG = [user("q" * 500), assistant("x")]
+TOO_LONG = [user("q"), assistant("a" * 500)]
 
 
 def config_of(tmp_path: Path, conversations: list[Any], *flags: str) -> Config:
@@ -129,7 +129,7 @@ def test_another_rollout_than_the_next_gets_the_rows_that_come_next(tmp_path):
 
 
 def test_an_error_is_raised_by_the_call_that_asks_for_its_batch(tmp_path):
-    config = config_of(tmp_path, [*GOOD[:4], LONG, LONG], "--rollout-max-context-len", "200")
+    config = config_of(tmp_path, [*GOOD[:4], TOO_LONG, TOO_LONG], "--rollout-max-context-len", "300")
     _, positions = one_by_one(replace(config, max_sampling_rounds=9))
     with RolloutManager(config, tokenizer=byte_tokenizer()) as manager:
         manager.generate(0)
