@@ -17,13 +17,14 @@ export OMP_NUM_THREADS ?= 1
 # Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
 export RAY_worker_niceness ?= 0
 
-.PHONY: help install test fuzz-sandbox test-browser screenshots docs lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
+.PHONY: help install test fuzz-sandbox test-browser screenshots docs lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short chaos-soak lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
 	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
 	@echo "make minimal           the RL loop on one page, examples/minimal/rl_loop.py, with a tiny model (SEED=1)"
 	@echo "make compare-short     two RL algorithms in a few steps from one SFT checkpoint"
+	@echo "make chaos-soak        RL of the tiny model while its processes are killed at random (SEED=1, SOAK_FLAGS=...)"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint, types and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
 	@echo "make test-browser      the viewer's page in a real Chromium (needs the extra \"browser\" and a chromium)"
@@ -83,6 +84,9 @@ minimal: $(STAMP)
 compare-short: $(STAMP)
 	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms gspo ppo \
 	  --output-dir outputs/compare-short
+
+chaos-soak: $(STAMP)
+	$(PY) benchmarks/chaos_soak.py --seed $(SEED) $(SOAK_FLAGS)
 
 recipes-tiny: $(RECIPES)
 

@@ -83,6 +83,7 @@ GROUPS = (
         "rollout/tokens_per_second": "model tokens per second of the rollout, all engines together",
         "rollout/engine_requests": "requests sent to the engines in this step",
         "rollout/engine_retries": "requests sent again after a failure",
+        "rollout/engine_moved": "requests asked again because an engine or the router was replaced (docs/faults.md)",
         "rollout/cached_token_ratio": "share of prompt tokens that the engines had in their prefix cache",
         "rollout/<source>/<name>": "the same figures of the samples of one data set, with several `--prompt-data`",
     }),

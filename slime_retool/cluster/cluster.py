@@ -8,7 +8,9 @@ with Cluster(config) as cluster:
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import ray
 
@@ -19,7 +21,7 @@ from slime_retool.cluster.placement import place
 from slime_retool.cluster.remote import quietly
 from slime_retool.cluster.trainers import Trainers
 from slime_retool.config import Config
-from slime_retool.errors import WeightUpdateError
+from slime_retool.errors import TrainerDied, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,9 @@ class Cluster:
             check_files(self._config, placement)
             several_hosts = placement.several_hosts or self._config.engines_elsewhere
             self.trainers = Trainers(self._config, placement.trainers, several_hosts=several_hosts)
-            self.engines = Engines(self._config, placement.engines, several_hosts=several_hosts)
+            self.engines = Engines(
+                self._config, placement.engines, several_hosts=several_hosts, give_weights=self._give_weights
+            )
             stack.callback(self.engines.close)
             # Before the engines: trainers leave the weight-update group while these can still answer.
             stack.callback(self.trainers.close)
@@ -58,20 +62,49 @@ class Cluster:
 
     def begin_training(self) -> None:
         """Engines give back their memory, trainers take theirs."""
+        if self._config.offloads_rollout or self._config.offloads_train:
+            # An engine takes its share of what it finds free, so none may start beside a trainer.
+            self.engines.hold(settle=True)
         self.engines.release("weights", "kv_cache")
         self.trainers.reload()
 
+    def restart_trainers(
+        self, num_rollout: int, iteration: int | None, *, saved: bool
+    ) -> tuple[int, dict[str, Any]]:
+        """Start all trainers anew after one of them died, and let them have their devices; see `Trainers.start`."""
+        self.engines.hold()
+        self.trainers.kill()
+        if self._config.num_engines:
+            # One may wait for weights that will never come.
+            self.engines.drop_dead(asleep=self._config.offloads_rollout)
+            self.engines.release("weights", "kv_cache")
+        state = self.trainers.start(num_rollout, iteration, saved=saved)
+        if self._config.num_engines:
+            self.trainers.connect_engines(list(self.engines.current().values()))
+            self.trainers.reload()
+        return state
+
     def begin_update(self) -> None:
         """Trainers keep only their weights, engines take room for theirs."""
+        self.engines.hold()
         self.trainers.offload(keep_weights=True)
         self.engines.resume_memory("weights")
 
     def update_weights(self) -> int:
         """Send the trainer's weights into every engine. Returns the new weight version.
 
-        With --offload-rollout the engines stay paused until `begin_generation`.
+        An engine that dies meanwhile is left out, and all others get the weights from the beginning. With
+        --offload-rollout the engines stay paused until `begin_generation`.
         """
-        version = self.trainers.update_weights(asleep=self._config.offloads_rollout)
+        asleep = self._config.offloads_rollout
+        while True:
+            try:
+                version = self.trainers.update_weights(self.engines.current(), asleep=asleep)
+                break
+            except WeightUpdateError as error:
+                if not self.engines.drop_dead(asleep=asleep):
+                    raise
+                logger.warning("%s; once more with the engines that are left", error)
         if self._config.check_weight_update_equal:
             self.compare_weights(version)
         return version
@@ -79,17 +112,50 @@ class Cluster:
     def compare_weights(self, version: int) -> None:
         """Raise WeightUpdateError when any tensor of any engine differs from the trainer's."""
         expected = self.trainers.weight_checksums()
-        for rank, found in enumerate(self.engines.weight_checksums()):
+        self._compare(expected, self.engines.current(), version)
+        logger.info("weight update %d: %d tensors are equal in every engine", version, len(expected))
+
+    def _compare(self, expected: Mapping[str, str], engines: Mapping[int, str], version: int) -> None:
+        for rank, found in zip(engines, self.engines.weight_checksums(engines), strict=False):  # none of external ones
             differing = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
             if differing:
                 raise WeightUpdateError(
                     f"after weight update {version} engine {rank} holds other values than the trainer in "
                     f"{len(differing)} of {len(expected)} tensors, among them {', '.join(sorted(differing)[:3])}"
                 )
-        logger.info("weight update %d: %d tensors are equal in every engine", version, len(expected))
 
     def begin_generation(self) -> None:
         """Trainers leave, engines take room for their cache and go on."""
         self.trainers.offload()
         self.engines.resume_memory("kv_cache")
         self.engines.resume()
+        self.engines.let_go()
+
+    def _give_weights(self, engines: Mapping[int, str]) -> bool:
+        """Put the weights of the last update into engines that started since, where the trainers can send them now."""
+        config = self._config
+        if config.debug_rollout_only:
+            return True
+        takes_turns = config.offloads_train or config.offloads_rollout
+        if takes_turns and self.engines.others_run(engines):
+            return False  # they have the devices, until the next update
+        try:
+            if takes_turns:
+                self.engines.release("weights", "kv_cache")
+                self.trainers.reload()
+                self.trainers.offload(keep_weights=True)
+                self.engines.resume_memory("weights")
+            expected = self.trainers.give_weights(engines, asleep=config.offloads_rollout)
+            if takes_turns:
+                self.trainers.offload()
+                self.engines.resume_memory("kv_cache")
+                self.engines.resume()
+        except TrainerDied:  # the loop sees it too
+            return False
+        if expected is None:
+            return False
+        # Of experts, and in other formats than the trainer's, an engine cannot tell.
+        formats = {"--quantization", "--dtype"} & config.sglang_server_flags.keys()
+        if config.num_experts is None and not formats:
+            self._compare(expected, engines, self.trainers.weight_version)
+        return True

@@ -11,9 +11,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slime_retool.engine.process import ServerError
+from slime_retool.errors import SlimeRetoolError
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 60.0
+DEATH_SECONDS = 5.0
+"""For Ray to learn that a process died, after its peers saw it."""
 
 
 def call(actors: list[Any], method: str, *arguments: Any, **options: Any) -> list[Any]:
@@ -21,8 +24,8 @@ def call(actors: list[Any], method: str, *arguments: Any, **options: Any) -> lis
     return [getattr(actor, method).remote(*arguments, **options) for actor in actors]
 
 
-def results(refs: list[Any]) -> list[Any]:
-    """Results of calls, raising the actor's own exception instead of Ray's wrapper around it.
+def results(refs: list[Any], *, died: type[SlimeRetoolError] = ServerError) -> list[Any]:
+    """Results of calls, raising the actor's own exception instead of Ray's wrapper around it, `died` where it died.
 
     Waits for the first failure, not for all: when one rank fails, the others sit in a collective.
     """
@@ -33,11 +36,30 @@ def results(refs: list[Any]) -> list[Any]:
             ray.get(done)
         return ray.get(refs)
     except RayTaskError as error:
+        if (death := _death(pending)) is not None:
+            raise died(f"a process of the run ended, or its host: {death}") from error
         if isinstance(error.cause, Exception):
             raise error.cause from error
         raise
     except RayActorError as error:
-        raise ServerError(f"a process of the run ended, or its host: {error}") from error
+        raise died(f"a process of the run ended, or its host: {first_line(error)}") from error
+
+
+def _death(refs: list[Any]) -> str | None:
+    """What Ray says of the first actor that died; a rank whose peer died only sees a broken connection."""
+    ended, _ = ray.wait(refs, num_returns=len(refs), timeout=DEATH_SECONDS) if refs else ([], [])
+    for ref in ended:
+        try:
+            ray.get(ref)
+        except RayActorError as error:
+            return first_line(error)
+        except RayError:
+            continue
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]
 
 
 def end(what: str, actors: list[Any], method: str) -> None:

@@ -128,6 +128,7 @@ def server_environment(config: Config, devices: Sequence[int | str] | None) -> d
     # /health answers at once, also while generation is paused for a weight update or the engine is saturated.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = str(KEEP_ALIVE_SECONDS)
+    environment["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(math.ceil(config.engine_hang_timeout))  # of /health_generate
     if not config.on_cuda:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         return environment

@@ -1,0 +1,45 @@
+"""Copies of tensors in host memory, made to be written to a disk while the originals change."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 2**30
+"""Memory comes in pieces of this size, or of a tensor that is larger: torch rounds page-locked allocations up to a
+power of two."""
+ALIGNMENT = 64
+
+
+class HostCopies:
+    """Memory that grows as needed and stays for the next copies: page-locking it takes longer than filling it."""
+
+    def __init__(self, *, pinned: bool, slab_bytes: int = SLAB_BYTES) -> None:
+        self._pinned, self._slab_bytes = pinned, slab_bytes
+        self._slabs: list[Tensor] = []
+        self._slab = self._used = 0
+        self._copies: set[int] = set()
+
+    def clear(self) -> None:
+        """Give up all copies; their memory is used again."""
+        self._slab = self._used = 0
+        self._copies.clear()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`, or itself where it is one already. From a GPU it is there after a synchronization."""
+        if tensor.data_ptr() in self._copies or not tensor.numel():
+            return tensor
+        copy = self._room(tensor.nbytes, tensor.dtype).view(tensor.shape)
+        self._copies.add(copy.data_ptr())
+        return copy.copy_(tensor.detach(), non_blocking=True)
+
+    def _room(self, size: int, dtype: torch.dtype) -> Tensor:
+        while self._slab < len(self._slabs) and self._used + size > len(self._slabs[self._slab]):
+            self._slab, self._used = self._slab + 1, 0
+        if self._slab == len(self._slabs):
+            length = max(self._slab_bytes, size)
+            self._slabs.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._pinned))
+        # With a storage of its own size: torch saves the whole storage that a tensor is a view of.
+        memory = self._slabs[self._slab].numpy().data[self._used : self._used + size]
+        self._used += -(-size // ALIGNMENT) * ALIGNMENT
+        return torch.frombuffer(memory, dtype=dtype)
