@@ -17,6 +17,8 @@ REQUIRES = [
     "pandas",
     "pyarrow",
     "aiohttp",
+    "orjson",
+    "msgspec",
     "wandb",
     "tensorboard",
     "safetensors",

@@ -7,8 +7,8 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -177,14 +177,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     A line that was cut off when a run was killed is left out: its step was run again.
     """
     steps: dict[int, dict[str, Any]] = {}
+    for row in _rows(path):
+        steps.setdefault(row["step"], {}).update(row)
+    return [steps[step] for step in sorted(steps)]
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").split("\n"):
         if line:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            steps.setdefault(row["step"], {}).update(row)
-    return [steps[step] for step in sorted(steps)]
+            with suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+
+def is_evaluated(path: Path, step: int, sets: Iterable[str]) -> bool:
+    """Whether a metrics.jsonl has all of these evaluation sets for the weights of a step, since that was run last."""
+    found: set[str] = set()
+    for row in _rows(path) if path.exists() else ():
+        if row["step"] == step:
+            evaluation = {rest for kind, _, rest in (name.partition("/") for name in row) if kind == "eval"}
+            found = found | evaluation if evaluation else set()
+    return all(any(name.startswith(f"{each}/") for name in found) for each in sets)
 
 
 def host_bytes() -> int:

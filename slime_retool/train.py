@@ -19,15 +19,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
 from megatron_bridge.arithmetic import GIB
+from megatron_bridge.checkpoint import latest_rollout
 from slime_retool.cluster.saves import Saves
 from slime_retool.config import Config, parse_config, resolve, validate
+from slime_retool.config.devices import check_devices
 from slime_retool.config.printable import changed_flags, flag_values, print_command_line, wandb_settings
 from slime_retool.config.require import as_config_error
 from slime_retool.config.schedule import evaluates_after, warn_of_room
@@ -35,7 +37,7 @@ from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, TrainerDied, run_command
 from slime_retool.health import HealthCheck
 from slime_retool.interrupts import Interrupts
-from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes
+from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import resume_point, saved_extra, set_aside
 
@@ -58,13 +60,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(argv: Sequence[str] | None) -> int:
     config = resolve(parse_config(argv))
     validate(config)
+    if not config.dry_run:
+        check_devices(config)
     with ServerFlagCheck(config) as check:
         if config.dry_run:
-            check.wait()
-            print_command_line(config, PROG)
+            rehearse(config, check)
+            print_command_line(config, PROG, f"python -m {PROG}")
         else:
-            run(config, check)
+            try:
+                run(config, check)
+            except KeyboardInterrupt:
+                logger.info(what_is_left(config))
+                raise
     return 0
+
+
+def what_is_left(config: Config) -> str:
+    """What an interrupted run can go on from."""
+    if config.debug_rollout_only:
+        return "nothing is trained, so that nothing is lost"
+    saved = latest_rollout(config.save)
+    if saved is None:
+        return "no checkpoint was saved: --save DIR with --save-interval N saves one every N rollouts"
+    return f"the newest checkpoint is that of rollout {saved}; --load {config.save} goes on from it"
+
+
+def rehearse(config: Config, check: ServerFlagCheck) -> None:
+    """What ends a start before Ray does: the data, row by row, the hooks, and SGLang's answer. Writes nothing."""
+    from slime_retool.rollout.manager import RolloutManager
+
+    with RolloutManager(config):
+        check.wait()
 
 
 def run(config: Config, check: ServerFlagCheck) -> None:
@@ -73,12 +99,15 @@ def run(config: Config, check: ServerFlagCheck) -> None:
     `check` goes on beside the reading of the data and the start of Ray; trainers and engines wait for it.
     """
     # Imported here, so that --help and configuration errors answer at once.
-    from slime_retool.cluster.cluster import Cluster
     from slime_retool.rollout.manager import RolloutManager
 
     os.makedirs(config.output_dir, exist_ok=True)
-    # The data come first: a row that cannot be used ends the start before Ray begins.
-    with RolloutManager(config) as rollout, Cluster(config) as cluster:
+    with ExitStack() as stack:
+        # The data come first: a row that cannot be used ends the start before Ray begins.
+        rollout = stack.enter_context(RolloutManager(config))
+        from slime_retool.cluster.cluster import Cluster
+
+        cluster = stack.enter_context(Cluster(config))
         config = rollout.config  # its data say how many rollouts --num-epoch makes
         check.wait()
         first = first_rollout(config)
@@ -144,7 +173,11 @@ class Loop:
         if first >= end > 0:
             logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, end)
         if config.eval_interval is not None and not config.skip_eval_before_train and (first < end or end == 0):
-            self._evaluate(first - 1)
+            sets = [name for name, _ in config.eval_sets]
+            if first > 0 and is_evaluated(Path(config.output_dir) / "metrics.jsonl", first - 1, sets):
+                logger.info("the evaluation after rollout %d is there already", first - 1)
+            else:
+                self._evaluate(first - 1)
         warn_of_room(config, first)
         only_at_end = config.save_interval is None and config.save_seconds is None
         if first < end and config.save is not None and only_at_end and not config.debug_rollout_only:

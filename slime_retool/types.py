@@ -26,6 +26,9 @@ from typing import Any
 Message = dict[str, Any]
 """One chat message: `role`, `content` and, where used, `tool_calls`."""
 
+ROLES = ("system", "user", "assistant", "tool")
+"""Of a message."""
+
 ToolSchema = dict[str, Any]
 """One tool in OpenAI's function-calling form: `{"type": "function", "function": {name, description, parameters}}`."""
 

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 
 from base_model import train_tokenizer  # noqa: E402
 
-from benchmarks import convert, features, kernels, multiturn, parallel_curves, step_overhead  # noqa: E402
+from benchmarks import convert, features, kernels, multiturn, parallel_curves, sft_batches, step_overhead  # noqa: E402
 from benchmarks.logprob_diff import line_fit, trend  # noqa: E402
 from benchmarks.parallel_curves import Curve, Layout, compare, make_steps, read_curves, table, write_curves  # noqa: E402
 from benchmarks.ranks import NO_GPU, rank_environment, run_ranks, side_by_side  # noqa: E402
@@ -306,3 +306,10 @@ def test_the_features_benchmark_runs_and_fails_beyond_its_bounds(monkeypatch, ca
     assert features.main() == 1
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("lora"))
     assert row.split() == ["lora", "0.0e+00", "0.00%", "0.0%", "differs"]
+
+
+def test_batches_of_sft_made_ahead_and_on_demand_are_the_same_tokens(capsys):
+    sft_batches.main(["--batch", "2", "--batches", "3", "--words", "3", "--train-seconds", "0"])
+    ahead, on_demand = capsys.readouterr().out.splitlines()
+    assert ahead.startswith("ahead: ") and on_demand.startswith("on demand: ")
+    assert ahead.partition("for a batch of")[2] == on_demand.partition("for a batch of")[2] != ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -158,6 +159,42 @@ async def test_no_more_requests_are_in_flight_than_allowed():
     async with served(answer, concurrency=3) as client:
         await asyncio.gather(*(client.generate([1], {}) for _ in range(20)))
     assert most == 3
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "utf-16"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": [1, -0.25, null, true], "b": "\\u00e9 \\ud83d\\ude42 é"}',
+        '{"a": NaN}', "[Infinity, -Infinity, 1e400]", '"a lone \\ud83d, cut from its pair"', '{"a": 1, "a": 2}',
+    ],
+)  # fmt: skip
+async def test_a_reply_is_read_as_python_reads_json(text: str, charset: str):
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=text.encode(charset), content_type="application/json", charset=charset)
+
+    async with served(answer) as client:
+        assert repr(await client.post("/generate", {})) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize("body", [b"", b" ", b"{", b"[1,]", b'"\xff"', b"\xef\xbb\xbf1"])
+async def test_a_reply_that_is_not_json_gives_nothing(body: bytes):
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+    async with served(answer) as client:
+        with pytest.raises(EngineError, match="not JSON|cannot be used"):
+            await client.generate([1], {})
+
+
+async def test_log_probs_come_back_to_the_last_bit():
+    values = [-(2.0**-k) / 3 for k in range(60)]
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(reply([*range(60)], values))
+
+    async with served(answer) as client:
+        assert (await client.generate([1], {})).log_probs == values
 
 
 @pytest.mark.parametrize(

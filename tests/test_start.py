@@ -184,6 +184,19 @@ def test_an_interrupt_while_the_answer_is_awaited_ends_everything(start: Start, 
     assert start.events == ["rollout starts", "Ray starts", "Ray ends", "rollout ends"]
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_interrupted_run_says_what_it_can_go_on_from(saved: bool, start: Start, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    folder = start.go.parent / "save"
+    if saved:
+        folder.mkdir()
+        (folder / LATEST_FILE).write_text("4")
+    start.ray_starts = lambda: signal.raise_signal(signal.SIGINT)
+    assert run(train.main, start, 0, monkeypatch, save=str(folder), debug_rollout_only=False) == 130
+    words = f"of rollout 4; --load {folder} goes on from it" if saved else "no checkpoint was saved: --save DIR with"
+    assert words in caplog.text
+
+
 def test_an_answer_that_does_not_come_is_an_error(start: Start, monkeypatch, capsys):
     start.ray_starts = lambda: None
     monkeypatch.setattr(flag_check, "PARSE_TIMEOUT", 0.1)
@@ -191,10 +204,14 @@ def test_an_answer_that_does_not_come_is_an_error(start: Start, monkeypatch, cap
     assert "SGLang did not check its --sglang-* flags within 0.1 s" in capsys.readouterr().err
 
 
-def test_a_dry_run_waits_for_the_answer_and_starts_nothing(start: Start, monkeypatch, capsys):
+@MAINS
+def test_a_dry_run_reads_the_data_waits_for_the_answer_and_starts_no_ray(main, start: Start, monkeypatch, capsys):
     start.go.touch()
-    assert run(train.main, start, 2, monkeypatch, dry_run=True) == 2
-    assert start.events == [] and capsys.readouterr().out == ""
+    assert run(main, start, 2, monkeypatch, dry_run=True) == 2
+    assert start.events == ["rollout starts", "rollout ends"] and capsys.readouterr().out == ""
+    assert run(main, start, 0, monkeypatch, dry_run=True) == 0
+    assert start.events == ["rollout starts", "rollout ends"] * 2 and "--dry-run" in capsys.readouterr().out
+    assert not (start.go.parent / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("resumes", [False, True])

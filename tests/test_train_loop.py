@@ -118,6 +118,40 @@ def test_the_exported_checkpoint_is_the_last_one_there_is(first, values, source,
     assert exported == ([] if source is None else [str(tmp_path / source)])
 
 
+EVALUATED = {"step": 1, "eval/a/reward": 0.5}
+TRAINED = {"step": 1, "train/loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([TRAINED, EVALUATED, {"step": 1, "eval/b/reward": None}], []),
+        ([EVALUATED, TRAINED, EVALUATED | {"eval/b/reward": 1.0}, {"step": 2, "train/loss": 0.1}], []),
+        ([TRAINED, EVALUATED], [1]),
+        ([TRAINED, EVALUATED | {"eval/bb/reward": 1.0}], [1]),
+        ([TRAINED, EVALUATED | {"step": 0, "eval/b/reward": 1.0}], [1]),
+        ([EVALUATED | {"eval/b/reward": 1.0}, TRAINED], [1]),
+        ([TRAINED], [1]),
+        ([], [1]),
+    ],
+    ids=["both", "again", "one of two", "another set", "another step", "before it was run again", "none", "no file"],
+)
+def test_a_resumed_run_evaluates_first_only_what_was_not_evaluated(lines, expected, tmp_path: Path):
+    if lines:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluated: list[int] = []
+
+    class Evaluating(Parts):
+        def evaluate(self, rollout_id: int) -> dict[str, float]:
+            evaluated.append(rollout_id)
+            return {"eval/a/reward": 0.5, "eval/b/reward": 0.5}
+
+    sets = {"eval_prompt_data": ["a", "a.jsonl", "b", "b.jsonl"], "eval_interval": 4, "save_hf": None}
+    loop(tmp_path, Evaluating(first=2), num_rollout=3, **sets).run()
+    assert evaluated == [*expected, 2]  # and after the last
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "eval/a/reward" in row][-1] == 2
+
+
 def test_a_resumed_run_says_where_it_goes_on_and_which_flags_have_changed(tmp_path: Path, caplog):
     caplog.set_level("INFO")
     kept: dict[str, Any] = {}

@@ -264,6 +264,9 @@ class ToolArgs:
     sandbox_url: str | None = flag(
         None, url=True, help="Run code in this SandboxFusion deployment (or `slime-retool sandbox serve`) instead."
     )
+    sandbox_token_file: str | None = flag(
+        None, help="File whose text that server asks for (its own --token-file; sent as Authorization: Bearer)."
+    )
     tool_state: str = flag(
         "call",
         choices=("call", "session"),
@@ -291,6 +294,9 @@ class EvalArgs:
     eval_top_p: float | None = flag(None, above=0, max=1, help="As --rollout-top-p.")
     eval_top_k: int | None = flag(None, min=1, off=-1, help="As --rollout-top-k.")
     skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
+    rescore: bool = flag(
+        False, help="`slime-retool eval` only: score samples that are there already again, by the reward as it is now."
+    )
     eval_endpoint_url: str | None = flag(
         None, url=True, help="`slime-retool eval` only: a model behind this OpenAI-compatible API (.../v1)."
     )
@@ -586,4 +592,8 @@ class DebugArgs:
         False,
         help="After every weight update compare each tensor's checksum in trainer and engines; stop if one differs.",
     )
-    dry_run: bool = flag(False, help="Print the resolved configuration, without secrets, and stop.")
+    dry_run: bool = flag(
+        False,
+        help="Check all that can be checked before anything starts, the data's rows and the hooks included, print the "
+        "resolved configuration without secrets, and stop.",
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +14,6 @@ from slime_retool.config.data_sets import DataSet
 from slime_retool.data.rows import RowReader
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.types import Sample
-
-logger = logging.getLogger(__name__)
 
 
 class PromptDataSource:
@@ -123,11 +120,6 @@ class _Stream:
         before = len(self.rows) + self.num_dropped
         if not self.rows:
             raise DataError(f"{data.file}: all {before} prompts have more than {limit_text}; raise it")
-        if self.num_dropped:
-            logger.warning(
-                "%s: %d of %d rows left out, their prompt has more than %d tokens",
-                data.file, self.num_dropped, before, limit,
-            )  # fmt: skip
         if with_source or data.is_named:
             for sample in self.rows:
                 sample.source = data.name

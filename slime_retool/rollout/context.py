@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
 from slime_retool.protocols import ChatEngine, GenerationEngine
+from slime_retool.rollout.sft_tokens import ConversationTokenizer
 
 R = TypeVar("R")
 
@@ -39,6 +40,11 @@ class RolloutContext:
     def template(self) -> ChatTemplate:
         """The tokenizer's. Raises ConfigError when it has none."""
         return ChatTemplate(self.tokenizer)
+
+    @cached_property
+    def conversations(self) -> ConversationTokenizer:
+        """SFT's, in the run's tool format. Raises ConfigError when the tokenizer has no template."""
+        return ConversationTokenizer(self.config.tool_format, self.tokenizer)
 
     async def resource(self, key: str, make: Callable[[Config], AbstractAsyncContextManager[R]]) -> R:
         """The shared resource `key` (a sandbox pool, say), made and entered at its first use."""

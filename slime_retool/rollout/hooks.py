@@ -130,6 +130,16 @@ async def run_sample(
     return sample
 
 
+async def score_again(config: Config, hooks: Hooks, sample: Sample) -> Sample:
+    """A new reward for a sample that was generated and scored before. Raises whatever the hook raises."""
+    spans: list[Span] = []
+    with hooks.reward_time, timed("reward", spans):
+        sample.reward = await hooks.reward(config, sample)
+    sample.reward_value(config.reward_key)
+    sample.spans = [*(span for span in sample.spans if span["name"] != "reward"), *spans]
+    return sample
+
+
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, Sample]]) -> list[Sample]:
     """Results in order. The first exception cancels the rest, waits for it (see `cancel`) and is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]

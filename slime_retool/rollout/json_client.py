@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
+import orjson
 
 from slime_retool.errors import EngineError
 
@@ -83,7 +84,7 @@ class JsonClient:
                 try:
                     async with self._session.post(url, json=body, headers=headers) as response:
                         if response.status == 200:
-                            return await response.json(content_type=None)
+                            return await _json_of(response)
                         problem = f"HTTP {response.status}: {(await response.text())[:500].strip()}"
                         if response.status != 429 and response.status < 500:
                             raise Refused(f"{url} refused the request: {problem}")
@@ -124,3 +125,12 @@ class JsonClient:
 
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
+
+
+async def _json_of(response: aiohttp.ClientResponse) -> Any:
+    """Log-probs of thousands of tokens, by the parser that takes a third of the time of Python's. Python's reads what
+    that one does not: NaN, Infinity, lone surrogates, other encodings. ValueError when neither does."""
+    try:
+        return orjson.loads(await response.read())
+    except orjson.JSONDecodeError:
+        return await response.json(content_type=None)
