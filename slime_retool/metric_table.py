@@ -148,8 +148,8 @@ GROUPS = (
            "weights, over all learned tokens. Nats per token.", {
         "mismatch/abs_diff": "mean |d|: about 0.01 in bf16, 1e-6 in fp32",
         "mismatch/abs_diff_max": "largest |d|",
-        "mismatch/stale_abs_diff": "mean |d| on tokens of older weights (`--max-staleness`): the policy's own movement; "
-                                   "the others are then of the present weights only",
+        "mismatch/stale_abs_diff": "mean |d| on tokens of older weights (`--max-staleness`), which are not part of the "
+                                   "others: the policy's own movement",
         "mismatch/diff": "mean d",
         "mismatch/k3_kl": "estimate of KL(engine || trainer): mean of exp(d) - d - 1",
         "mismatch/ess": "effective sample size of the token ratios exp(d), as a share: 1 is none lost",

@@ -7,6 +7,9 @@ With --colocate trainer and engines take turns on the same devices:
     generate -> engines give back their memory, trainers take theirs -> train -> trainers keep only weights, engines
     take room for theirs -> update -> trainers leave, engines take room for their cache -> generate
 
+With --max-staleness generation goes on beside or across all of that (rollout.stream): before an update, or before
+engines give back their memory, requests are interrupted, and go on after it.
+
 Exit codes: 0 done, 1 a failure while running, 2 a mistake in what was given (flags, data, checkpoints; one line that
 says what to change), 130 interrupted: by a first Ctrl-C or SIGTERM after the step, which is saved where --save says so,
 by a second one at once.
@@ -313,7 +316,8 @@ class Loop:
             if config.num_engines:
                 timing["rollout/weight_version"] = float(self._hand_over(phases))
         timing |= phases.metrics(metrics)
-        timing |= generation_speed(metrics | timing, config.num_engines * config.rollout_num_gpus_per_engine)
+        if not config.max_staleness:  # else generation has no phase of its own
+            timing |= generation_speed(metrics | timing, config.num_engines * config.rollout_num_gpus_per_engine)
         timing |= self._engine_memory | {"memory/driver_host_gib": host_bytes() / GIB}
         self._metrics.log(rollout_id, timing)
         return metrics | timing

@@ -28,11 +28,21 @@ class Model:
         self._aborts = 0
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        session: str | None = None,
+        cache_key: str | None = None,
     ) -> Completion:
-        assert self.running >= 0
         self.requests += 1
         self.running += 1
+        try:
+            return await self._write(input_ids, sampling_params["max_new_tokens"])
+        finally:
+            self.running -= 1
+
+    async def _write(self, input_ids: list[int], limit: int) -> Completion:
         tokens, log_probs, aborts, finish = list(input_ids), [], self._aborts, ""
         version = self.version
         while not finish:
@@ -47,9 +57,8 @@ class Model:
             log_probs.append(log_prob)
             if ends:
                 finish = "stop"
-            elif len(log_probs) == sampling_params["max_new_tokens"]:
+            elif len(log_probs) == limit:
                 finish = "length"
-        self.running -= 1
         return Completion(
             ids=tokens[len(input_ids) :], log_probs=log_probs, finish_reason=finish, weight_version=version,
             prompt_tokens=len(input_ids), cached_tokens=0,

@@ -17,10 +17,12 @@ from rollout_hooks import CharTokenizer, Prompts
 from stream_engine import Model, next_token, steps, update
 
 from slime_retool.config import Config
-from slime_retool.errors import RewardError, RolloutError
+from slime_retool.errors import ConfigError, RewardError, RolloutError
 from slime_retool.protocols import Completion
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.evaluate import evaluate
+from slime_retool.rollout.json_client import EngineStats
+from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.open_turns import Aside, OpenTurns, Record
 from slime_retool.rollout.places import Places
 from slime_retool.rollout.stream import Stream
@@ -413,3 +415,98 @@ def test_no_group_is_lost_or_doubled_whatever_happens(data, tmp_path_factory):
                 check_tokens(sample, step + 1, staleness)
 
     asyncio.run(run())
+
+
+class Client(Model):
+    """`RouterClient`'s place in a manager."""
+
+    def __init__(self, url: str, *, concurrency: int, **_: Any) -> None:
+        super().__init__(length_by(7, 300), version=int(url))
+        self.concurrency = concurrency
+
+    def take_stats(self) -> EngineStats:
+        return EngineStats(prompt_tokens=100, cached_tokens=50, completion_tokens=50)
+
+    async def aclose(self) -> None: ...
+
+
+def rl_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **values: object) -> RolloutManager:
+    """Four-digit prompts, as `length_by` reads them; every sample of a group answers alike."""
+    monkeypatch.setattr("slime_retool.rollout.manager.RouterClient", Client)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{row:04d}:", "label": "x"}) + "\n" for row in range(400)))
+    config = make_config(
+        tmp_path, prompt_data=str(rows), rollout_batch_size=6, rollout_max_response_len=300, num_rollout=99, **values
+    )
+    return RolloutManager(config, tokenizer=CharTokenizer())
+
+
+def do_update(manager: RolloutManager) -> None:
+    client = manager._client
+    manager.hold()
+    while not manager.drained(0):
+        client.abort()
+        manager.drained(0.01)
+    client.version += 1
+    manager.go_on(client.version)
+
+
+def test_a_manager_saves_and_resumes_what_is_open(tmp_path, monkeypatch):
+    trained: list[tuple[int, TrainSample]] = []
+    with rl_manager(tmp_path, monkeypatch) as first:
+        first.connect("1")
+        first.go_on(1)
+        for step in range(4):
+            batch = first.generate(step)
+            trained += [(step + 1, sample) for sample in batch.samples]
+            if step < 3:
+                do_update(first)
+        first.hold()
+        first._client.abort()
+        assert first.drained(10)
+        state = json.loads(json.dumps(first.state_dict()))
+        assert batch.metrics["rollout/reread_ratio"] == batch.metrics["rollout/reread_tokens"] / 100
+        first.stop_generating()
+        assert first.drained(0) and len(state["stream"]["groups"]) >= 6
+    with rl_manager(tmp_path, monkeypatch) as second:
+        second.load_state_dict(state)
+        assert second.state_dict() == state
+        second.connect("5")
+        second.go_on(5)
+        for step in range(4, 8):
+            trained += [(step + 1, sample) for sample in second.generate(step).samples]
+            do_update(second)
+    for version, sample in trained:
+        check_tokens(sample, version, 1)
+    indices = [sample.index for _, sample in trained]
+    assert len(set(indices)) == len(indices) == 8 * 6 * 2
+    rows = {"".join(map(chr, sample.tokens[:4])) for _, sample in trained}
+    assert len(rows) == 8 * 6 and max(rows) < "0060"  # no row twice; two batches are open at most
+
+
+def test_a_run_that_waits_draws_the_prompts_that_were_open_again(tmp_path, monkeypatch):
+    with rl_manager(tmp_path, monkeypatch) as first:
+        first.connect("1")
+        first.go_on(1)
+        first.generate(0)
+        first.hold()
+        state = json.loads(json.dumps(first.state_dict()))
+    rows = [group["row"] for group in state["stream"]["groups"]]
+    with rl_manager(tmp_path, monkeypatch, max_staleness=0) as second:
+        second.load_state_dict(state)
+        again = second.data.next_groups(len(rows) + 1)
+        assert [group[0].row for group in again[:-1]] == rows and again[-1][0].row == 12
+        assert "stream" not in second.state_dict()
+
+
+def test_a_mistake_in_a_checkpoint_of_open_groups_is_not_lost(tmp_path, monkeypatch):
+    """The data must be the same: rows are named by their number."""
+    with rl_manager(tmp_path, monkeypatch) as first:
+        first.connect("1")
+        first.go_on(1)
+        state = first.state_dict()
+    other = tmp_path / "other"
+    other.mkdir()
+    with rl_manager(other, monkeypatch, rollout_seed=7) as second:
+        with pytest.raises(ConfigError, match="rollout_seed 42, now it is 7"):
+            second.load_state_dict(state)

@@ -113,6 +113,8 @@ def parse_completion(reply: Any) -> Completion:
     if entries is None and ids:
         raise EngineError("the engine returned no log-probs although return_logprob was set")
     entries = entries or []
+    if finish == "abort":  # ended between a token and its log-prob, perhaps: what has both counts
+        entries, ids = entries[: len(ids)], ids[: len(entries)]
     if [entry[1] for entry in entries] != ids:
         raise EngineError(f"the engine returned {len(ids)} tokens but log-probs of {len(entries)}, or of other tokens")
     return Completion(

@@ -20,9 +20,9 @@ import json
 import math
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
@@ -44,7 +44,7 @@ from slime_retool.rollout.open_turns import (
 from slime_retool.rollout.rl_rollout import make_batch
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.rollout.tally import Group, Tally, usable
-from slime_retool.types import NO_VERSION, STALENESS, RolloutBatch, Sample, SampleStatus, TrainSample
+from slime_retool.types import NO_VERSION, STALENESS, RolloutBatch, Sample, SampleStatus
 
 LENGTH_BINS = 4
 """Staleness and drops are reported for responses up to each quarter of --rollout-max-response-len."""
@@ -101,6 +101,7 @@ class Stream:
         With --offload-rollout nothing more is sent to the engine until `go_on`. Raises what `generate_rollout` does.
         """
         self._draws = True
+        self._tally.rollout_id = rollout_id
         self._fill()
         bar = tqdm(
             total=self._target,
@@ -239,9 +240,10 @@ class Stream:
             self._forget(group)
         self._hooks.failures.close()
         batch = await make_batch(self._context, rollout_id, groups, [*groups, *rejected], counts, started=started)
-        staleness = {s.index: _staleness(s, self.version) for group in groups for s in usable(group)}
+        by_index = {sample.index: sample for group in groups for sample in group}
         for trained in batch.samples:
-            trained.columns[STALENESS] = _laid_out(trained, staleness[trained.index])
+            ages = _staleness(by_index[trained.index], self.version)
+            trained.columns[STALENESS] = array("f", [0.0] * (trained.length - len(ages)) + ages)
         batch.metrics["perf/reward_seconds"] = self._hooks.reward_time.seconds - reward
         return batch
 
@@ -255,12 +257,12 @@ class Stream:
         """Staleness of a batch, what updates cost since the last one, and how busy the engine was."""
         samples = [sample for group in taken for sample in usable(group.samples)]
         late_samples = [sample for group in late for sample in group.samples]
-        ages = {sample.index: [a for a in _staleness(sample, self.version) if a is not None] for sample in samples}
-        every = [age for values in ages.values() for age in values]
+        ages = {sample.index: _ages(sample, self.version) for sample in samples}
+        every = _total(ages.values())
         use, updates = self._engine.places.take_use(), self._engine.take_counts()
-        continued = sum(len(set(sample.token_versions) - {NO_VERSION}) > 1 for sample in samples)
+        continued = sum(len(each) > 1 for each in ages.values())
         metrics = {
-            "staleness_mean": fmean(every) if every else 0.0,
+            "staleness_mean": _mean(every),
             "staleness_max": float(max(every, default=0)),
             "groups_open": float(len(self._running) + len(self._kept)),
             "groups_dropped_stale": float(len(late)),
@@ -273,9 +275,8 @@ class Stream:
             "requests_running_mean": use.request_seconds / max(use.seconds, 1e-9),
         }
         for part, chosen in self._by_length(samples).items():
-            values = [age for sample in chosen for age in ages[sample.index]]
-            if values:
-                metrics[f"staleness_mean/{part}"] = fmean(values)
+            if chosen:
+                metrics[f"staleness_mean/{part}"] = _mean(_total(ages[sample.index] for sample in chosen))
         for part, chosen in self._by_length(late_samples).items():
             metrics[f"samples_dropped_stale/{part}"] = float(len(chosen))
         return metrics
@@ -371,20 +372,32 @@ def _shifted(versions: Sequence[int], shift: int) -> list[int]:
     return [version if version == NO_VERSION else max(0, version + shift) for version in versions]
 
 
-def _staleness(sample: Sample, version: int) -> list[int | None]:
-    """Updates between each token of the response and weights `version`; None where the engine wrote nothing.
-
-    Tokens of a hook that names no versions count as those of the turn that has been told least recently.
-    """
-    known = len(sample.token_versions) == sample.response_length
-    least = min(sample.weight_versions, default=version)
-    return [
-        (version - (v if v != NO_VERSION else least)) if learned else None
-        for learned, v in zip(
-            sample.loss_mask, sample.token_versions if known else [NO_VERSION] * sample.response_length, strict=True
-        )
-    ]
+def _versions(sample: Sample) -> list[int]:
+    """The weight version of each token of the response. Where a hook named none: the oldest of its turns."""
+    if any(version != NO_VERSION for version in sample.token_versions):
+        return sample.token_versions
+    least = min(sample.weight_versions, default=NO_VERSION)
+    return [least if learned else NO_VERSION for learned in sample.loss_mask]
 
 
-def _laid_out(trained: TrainSample, staleness: Sequence[int | None]) -> array[float]:
-    return array("f", [0.0] * (trained.length - len(staleness)) + [float(age or 0) for age in staleness])
+def _staleness(sample: Sample, version: int) -> list[float]:
+    """Updates between each token of the response and weights `version`; 0 where the engine wrote nothing."""
+    return [0.0 if each == NO_VERSION else float(version - each) for each in _versions(sample)]
+
+
+def _ages(sample: Sample, version: int) -> Counter[int]:
+    """How many tokens are how many updates older than weights `version`."""
+    counts = Counter(_versions(sample))
+    del counts[NO_VERSION]
+    return Counter({version - each: count for each, count in counts.items()})
+
+
+def _total(ages: Iterable[Counter[int]]) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for each in ages:
+        total.update(each)
+    return total
+
+
+def _mean(ages: Counter[int]) -> float:
+    return sum(age * count for age, count in ages.items()) / max(ages.total(), 1)

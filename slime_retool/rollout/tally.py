@@ -24,7 +24,7 @@ class Tally:
 
     def __init__(self, config: Config, rollout_id: int) -> None:
         assert config.rollout_batch_size is not None
-        self._config, self._rollout_id = config, rollout_id
+        self._config, self.rollout_id = config, rollout_id
         self._target = config.rollout_batch_size
         self.limit = config.max_sampling_rounds * self._target
         """Prompts that may be drawn."""
@@ -56,7 +56,7 @@ class Tally:
         on, and so many are still to end."""
         if self._num_failed == len(self.finished) >= self._target:
             raise RolloutError(
-                f"rollout {self._rollout_id}: none of {self._num_failed} groups could be generated and scored; "
+                f"rollout {self.rollout_id}: none of {self._num_failed} groups could be generated and scored; "
                 f"the last error: {self._last_error}"
             )
         if not num_running and self.num_drawn >= self.limit and num_kept < self._target:
@@ -86,7 +86,7 @@ class Tally:
     def _explanation(self, num_kept: int) -> str:
         config = self._config
         text = (
-            f"rollout {self._rollout_id}: {self.num_drawn} prompts "
+            f"rollout {self.rollout_id}: {self.num_drawn} prompts "
             f"(--max-sampling-rounds {config.max_sampling_rounds} x --rollout-batch-size {self._target}) "
             f"gave only {num_kept} groups to train on, {self._target} are needed. "
         )
