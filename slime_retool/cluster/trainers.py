@@ -117,11 +117,12 @@ class Trainers:
         With `background` it returns when it has been copied; `finish_save` comes before the next one.
         """
         self._saving = background
-        shared = ray.put(extra)  # unfinished conversations may be in it
         with self._turn:
             # The policy's last: a checkpoint of it never lacks the critic's.
             for group in reversed(self._groups):
-                _results(call(group, "save", rollout_id, shared, background=background))
+                # Rank 0 writes `extra`, which unfinished conversations may be in.
+                first = call(group[:1], "save", rollout_id, extra, background=background)
+                _results(first + call(group[1:], "save", rollout_id, {}, background=background))
 
     def finish_save(self, *, wait: bool) -> float | None:
         """Seconds that writing the last save took, once it is complete on all ranks; None while it goes on."""
