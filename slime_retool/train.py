@@ -40,7 +40,7 @@ from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, TrainerDied, run_command
 from slime_retool.health import HealthCheck
 from slime_retool.interrupts import Interrupts
-from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
+from slime_retool.metrics import Laps, Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import resume_point, saved_extra, set_aside
 
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: Sequence[str] | None) -> int:
+    laps = Laps()
     config = resolve(parse_config(argv))
     validate(config)
     if not config.dry_run:
@@ -71,7 +72,8 @@ def _train(argv: Sequence[str] | None) -> int:
             print_command_line(config, PROG, f"python -m {PROG}")
         else:
             try:
-                run(config, check)
+                laps("flags")
+                run(config, check, laps)
             except KeyboardInterrupt:
                 logger.info(what_is_left(config))
                 raise
@@ -96,10 +98,11 @@ def rehearse(config: Config, check: ServerFlagCheck) -> None:
         check.wait()
 
 
-def run(config: Config, check: ServerFlagCheck) -> None:
+def run(config: Config, check: ServerFlagCheck, laps: Laps) -> None:
     """Run the whole loop. Whatever it starts is ended when it returns or raises.
 
-    `check` goes on beside the reading of the data and the start of Ray; trainers and engines wait for it.
+    `check` goes on beside the reading of the data, the start of Ray, and that of trainers and engines, none of which
+    takes a step before it has ended.
     """
     # Imported here, so that --help and configuration errors answer at once.
     from slime_retool.rollout.manager import RolloutManager
@@ -112,13 +115,17 @@ def run(config: Config, check: ServerFlagCheck) -> None:
 
         cluster = stack.enter_context(Cluster(config))
         config = rollout.config  # its data say how many rollouts --num-epoch makes
-        check.wait()
         first = first_rollout(config)
+        laps("data_and_ray")
+        assert config.num_rollout is not None
+        cluster.launch(config.num_rollout)
+        check.wait()
+        laps("sglang_flags")
         if first == 0:
             set_aside(config.output_dir)
         with closing(trackers_of(config, first)) as metrics:
             try:
-                Loop(config, cluster, rollout, metrics, first).run()
+                Loop(config, cluster, rollout, metrics, first, laps).run()
             finally:
                 rollout.stop_generating()
 
@@ -147,13 +154,19 @@ class Loop:
     """The loop's state: where it is, and the parts it drives."""
 
     def __init__(
-        self, config: Config, cluster: Cluster, rollout: RolloutManager, metrics: Metrics, first: int = 0
-    ) -> None:
-        """`first`: the rollout to begin with, after the checkpoint that trainers resume (0: they find out)."""
+        self, config: Config, cluster: Cluster, rollout: RolloutManager, metrics: Metrics, first: int = 0,
+        laps: Laps | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            first: the rollout to begin with, after the checkpoint that trainers resume (0: they find out).
+            laps: what the start has taken so far.
+        """
         assert config.num_rollout is not None
         self._num_rollout = config.num_rollout
         self._config, self._cluster, self._rollout, self._metrics = config, cluster, rollout, metrics
         self._resumed = first - 1 if first > 0 else None
+        self._laps = laps or Laps()
         self._saves = Saves(config, cluster.trainers)
         self._interrupts = Interrupts(defers=config.save is not None and not config.debug_rollout_only)
         self._engine_memory: dict[str, float] = {}
@@ -181,6 +194,10 @@ class Loop:
                 logger.info("the evaluation after rollout %d is there already", first - 1)
             else:
                 self._evaluate(first - 1)
+            self._laps("evaluation")
+        if first < end:
+            self._metrics.log(first, self._laps.metrics())
+            logger.info("started in %s", self._laps)
         warn_of_room(config, first)
         only_at_end = config.save_interval is None and config.save_seconds is None
         if first < end and config.save is not None and only_at_end and not config.debug_rollout_only:
@@ -265,11 +282,10 @@ class Loop:
         """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
         config, cluster = self._config, self._cluster
         first = 0
-        if config.num_engines and not config.colocate:
-            cluster.engines.launch()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
-            first, state = cluster.trainers.start(self._num_rollout, self._resumed)
+            first, state = cluster.start_trainers(self._num_rollout, self._resumed, self._laps)
+            self._laps("trainers")
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
             if first > 0:
@@ -278,13 +294,15 @@ class Loop:
                     logger.info("flags that differ from the run that saved it: %s", ", ".join(changes))
         self._first_data = self._rollout.state_dict()
         if config.num_engines:
-            urls = cluster.engines.start()
+            urls = cluster.start_engines()
+            self._laps("engines")
             self._engine_memory = cluster.engines.memory()
             self._rollout.connect(cluster.engines.start_router(urls))
             if not config.debug_rollout_only:
                 cluster.trainers.connect_engines(urls, first)
                 cluster.begin_training()
                 self._hand_over(Phases())
+            self._laps("router_and_weights")
         return first
 
     def _step(self, rollout_id: int) -> dict[str, float]:
@@ -335,7 +353,7 @@ class Loop:
             self._cluster.begin_training()  # after a step trainers have left their devices
             self._save(rollout_id)
         self._saves.look(wait=True)
-        logger.info("saved after rollout %d in %s; go on from there with --load", rollout_id, self._config.save)
+        logger.info("saved after rollout %d in %s", rollout_id, self._config.save)
 
     def _hand_over(self, phases: Phases) -> int:
         """The trainer's weights into the engines, and the devices with them. Returns the weight version."""

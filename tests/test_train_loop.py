@@ -19,7 +19,7 @@ from slime_retool.cluster.engines import Engines
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError, TrainerDied
-from slime_retool.metrics import Metrics, read_metrics
+from slime_retool.metrics import Laps, Metrics, read_metrics
 from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -46,7 +46,6 @@ class Parts:
     @property
     def trainers(self) -> SimpleNamespace:
         return SimpleNamespace(
-            start=lambda num_rollout, iteration: (self.first, {}),
             train=lambda batch, rollout_id: self.train(batch, rollout_id),
             save=lambda rollout_id, extra, background: self.save(rollout_id, extra),
             finish_save=lambda wait: self.finish_save(wait),
@@ -56,11 +55,15 @@ class Parts:
 
     @property
     def engines(self) -> SimpleNamespace:
-        engines = SimpleNamespace(
-            launch=self.nothing, start=list, start_router=self.nothing, memory=dict, check=self.check
-        )
+        engines = SimpleNamespace(start_router=self.nothing, memory=dict, check=self.check)
         engines.checked = partial(Engines.checked, engines)
         return engines
+
+    def start_trainers(self, num_rollout: int, iteration: int | None, laps: Laps) -> tuple[int, dict[str, Any]]:
+        return self.first, {}
+
+    def start_engines(self) -> list[str]:
+        return []
 
     def update_weights(self) -> int:
         return 1
@@ -213,11 +216,8 @@ def test_a_resumed_run_says_where_it_goes_on_and_which_flags_have_changed(tmp_pa
         def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
             kept.update(json.loads(json.dumps(extra)))
 
-        @property
-        def trainers(self) -> SimpleNamespace:
-            trainers = super().trainers
-            trainers.start = lambda num_rollout, iteration: (self.first, {"flags": kept["flags"]} if kept else {})
-            return trainers
+        def start_trainers(self, *_: object) -> tuple[int, dict[str, Any]]:
+            return self.first, {"flags": kept["flags"]} if kept else {}
 
     values = {"save_hf": None, "wandb_key": "s3cret", "rollout_num_gpus": 1}
     loop(tmp_path, Resumed(), **values).run()

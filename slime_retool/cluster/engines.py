@@ -113,7 +113,7 @@ class Engines:
     def launch(self) -> None:
         """Let every engine start in the background; `start` waits for them.
 
-        Only where trainers have other devices (no --colocate): an engine takes its share of what it finds free.
+        An engine takes its share of the memory that it finds free (see `Cluster.launch`).
         """
         assert not self._starting
         if self._config.rollout_external_urls:

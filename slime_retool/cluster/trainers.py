@@ -23,7 +23,9 @@ from slime_retool.types import RolloutBatch, TrainSample
 def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: bool) -> list[Any]:
     """The ranks of one process group. `roles`: see `trainer.core.ROLES`."""
     assert len(slots) == config.world_size
-    environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
+    environment: dict[str, str] = {}
+    if config.on_cuda:
+        environment = trainer_environment(colocate=config.colocate, kernel_cache_dir=config.kernel_cache_dir)
     shipped = ray.put(config.for_actors())
     return [
         TrainerActor.options(**slot.options(environment)).remote(  # type: ignore[attr-defined]
@@ -48,14 +50,10 @@ class Trainers:
         self.weight_version = 0
         """Of the last update."""
 
-    def start(
-        self, num_rollout: int, iteration: int | None = None, *, saved: bool = False
-    ) -> tuple[int, dict[str, Any]]:
-        """Start every rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
+    def launch(self, num_rollout: int, *, saved: bool = False) -> None:
+        """Let every rank import what it needs, in the background, with a schedule over `num_rollout` rollouts.
 
-        iteration: the checkpoint to go on from, by its rollout; None: the newest, if there is one.
-        saved: it is one that this run saved, in --save instead of --load.
-        Returns (first rollout's number, state saved with it).
+        No device is touched before `start`. saved: see there.
         """
         config = replace(self._config, num_rollout=num_rollout)
         if saved:
@@ -66,10 +64,24 @@ class Trainers:
         groups = config.trainer_groups
         for (roles, config), slots in zip(groups, self._slots, strict=True):
             self._groups.append(_make_actors(config, slots, roles, self._several_hosts))
+        call(sum(self._groups, []), "prepare")  # what fails here fails again in `start`
+
+    def start(
+        self, num_rollout: int, iteration: int | None = None, *, saved: bool = False, stay: bool = False
+    ) -> tuple[int, dict[str, Any]]:
+        """Start every rank, unless `launch` has, and load weights.
+
+        iteration: the checkpoint to go on from, by its rollout; None: the newest, if there is one.
+        saved: it is one that this run saved, in --save instead of --load.
+        stay: keep the device, where --offload-train would make ranks leave it until it is their turn.
+        Returns (first rollout's number, state saved with it).
+        """
+        if not self._groups:
+            self.launch(num_rollout, saved=saved)
         starting = []
         for actors in self._groups:
             (init_method,) = self._results(call(actors[:1], "rendezvous"))
-            starting += call(actors, "start", init_method, iteration)
+            starting += call(actors, "start", init_method, iteration, stay=stay)
         return self._results(starting)[0]
 
     @property
@@ -102,11 +114,12 @@ class Trainers:
         With `background` it returns when it has been copied; `finish_save` comes before the next one.
         """
         self._saving = background
-        shared = ray.put(extra)  # unfinished conversations may be in it
         with self._turn:
             # The policy's last: a checkpoint of it never lacks the critic's.
             for group in reversed(self._groups):
-                self._results(call(group, "save", rollout_id, shared, background=background))
+                # Rank 0 writes `extra`, which unfinished conversations may be in.
+                first = call(group[:1], "save", rollout_id, extra, background=background)
+                self._results(first + call(group[1:], "save", rollout_id, {}, background=background))
 
     def finish_save(self, *, wait: bool) -> float | None:
         """Seconds that writing the last save took, once it is complete on all ranks; None while it goes on."""
