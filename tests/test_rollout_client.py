@@ -349,6 +349,13 @@ async def test_while_no_engine_serves_requests_wait_and_then_go_to_the_new_route
     assert service.looks == 5
 
 
+async def test_a_request_never_goes_to_a_router_that_was_replaced_before():
+    async with kept([], lambda service: None) as (client, service):
+        client._url = "http://127.0.0.1:1"  # where it was when the client was made
+        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+    assert service.looks == 0
+
+
 async def test_the_end_of_the_service_is_an_error_of_its_own():
     def over(service: Service) -> None:
         raise ServerError("no further replacement")
