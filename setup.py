@@ -18,6 +18,7 @@ REQUIRES = [
     "pyarrow",
     "aiohttp",
     "orjson",
+    "msgspec",
     "wandb",
     "tensorboard",
     "safetensors",

@@ -52,6 +52,10 @@ class WeightUpdateError(SlimeRetoolError, RuntimeError):
     """An engine did not take the new weights. Training stops: stale weights are never used silently."""
 
 
+class TrainerDied(SlimeRetoolError, RuntimeError):
+    """A process that trains ended by itself, or its host did."""
+
+
 class RolloutError(SlimeRetoolError, RuntimeError):
     """One sample, or enough for a batch, could not be generated or scored. `boundary` names the part that failed."""
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 
 class Tracker(Protocol):
     """Takes metrics. What it raises ends the run."""
@@ -64,14 +66,18 @@ class WandbTracker:
     The run's id is kept in `id_file`, where a run that resumes finds it and goes on with the same W&B run.
     """
 
-    def __init__(self, settings: Mapping[str, Any], key: str | None, id_file: Path) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], key: str | None, id_file: Path, saved_id: str | None = None
+    ) -> None:
+        """`saved_id`: that in the checkpoint which the run resumes, for a folder that has no `id_file` yet."""
         import wandb
 
         if key:
             wandb.login(key=key)
         if not id_file.exists():
-            id_file.write_text(os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
-        self._run = wandb.init(**settings, id=id_file.read_text(), resume="allow")
+            id_file.write_text(saved_id or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
+        self.id = id_file.read_text()
+        self._run = wandb.init(**settings, id=self.id, resume="allow")
         self._run.define_metric("rollout")
         self._run.define_metric("*", step_metric="rollout")
 
@@ -87,18 +93,26 @@ class WandbTracker:
 class Metrics:
     """All trackers of a run as one: metrics.jsonl in `folder`, `own`, TensorBoard's files there, a W&B run so set.
 
-    `first`: the rollout that the run begins with, beyond 0 where it resumes an earlier one in `folder`.
+    `first`: the rollout that the run begins with, beyond 0 where it resumes an earlier one, whose checkpoint held
+    `saved` (`state_dict`).
     """
 
     def __init__(
         self, folder: Path, *own: Tracker, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
-        wandb_key: str | None = None, first: int = 0,
+        wandb_key: str | None = None, first: int = 0, saved: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
+        self._ids: dict[str, str] = {}
         self._trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl"), *own]
         if tensorboard:
             self._trackers.append(TensorBoardTracker(folder / "tensorboard", first))
         if wandb is not None:
-            self._trackers.append(WandbTracker(wandb, wandb_key, folder / "wandb_id.txt"))
+            tracker = WandbTracker(wandb, wandb_key, folder / "wandb_id.txt", (saved or {}).get("wandb"))
+            self._ids["wandb"] = tracker.id
+            self._trackers.append(tracker)
+
+    def state_dict(self) -> dict[str, str]:
+        """Ids of the runs that trackers keep elsewhere, for a checkpoint."""
+        return self._ids
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker in self._trackers:
@@ -138,6 +152,31 @@ class Phases:
         phases = {f"perf/{name}_seconds": seconds for name, seconds in self._seconds.items()}
         phases |= {name: measured[name] for name in phases if name in measured}
         return phases | {"perf/idle_seconds": step - sum(phases.values()), "perf/step_seconds": step}
+
+
+class Laps:
+    """How long the parts of a start take, one after the other: `laps("engines")` adds the seconds since the last call.
+
+    The first one begins with this process.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self._seconds: dict[str, float] = {}
+
+    def __call__(self, name: str) -> None:
+        now = time.monotonic()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """`start/<name>_seconds` of every part, and of all."""
+        named = {f"start/{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        return named | {"start/total_seconds": sum(self._seconds.values())}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
+        return f"{sum(self._seconds.values()):.1f} s: {parts}"
 
 
 def generation_speed(metrics: Mapping[str, float], gpus: int) -> dict[str, float]:

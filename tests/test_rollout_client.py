@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from slime_retool.engine.process import ServerError
 from slime_retool.errors import EngineError
 from slime_retool.rollout.engine_client import (
     ROUTING_HEADER,
@@ -275,3 +277,99 @@ def test_an_aborted_request_may_come_back_empty():
     del completed["meta_info"]["cached_tokens"]
     with pytest.raises(EngineError, match="cached_tokens"):
         parse_completion(completed)
+
+
+class Service:
+    """Stands for an `EngineService`: `finds` says what each look finds, `looks` counts them."""
+
+    def __init__(self, url: str, finds: Callable[[Service], None]) -> None:
+        self.url, self.finds = url, finds
+        self.faults = self.looks = 0
+        self.serving = True
+
+    def look(self) -> None:
+        self.looks += 1
+        self.finds(self)
+
+
+@asynccontextmanager
+async def kept(answers: list[Answer], finds: Callable[[Service], None]) -> AsyncIterator[tuple[RouterClient, Service]]:
+    """A client without retries of a service whose first requests are answered so, all further ones well."""
+    seen: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        seen.append(await request.json())
+        return await (answers.pop(0) if answers else well)(request)
+
+    async def well(_: web.Request) -> web.StreamResponse:
+        assert len({tuple(body["input_ids"]) for body in seen}) == 1, "asked again with other ids"
+        return web.json_response(reply())
+
+    async with served(answer) as plain:
+        service = Service(plain._url, finds)
+        async with RouterClient(plain._url, service=service, concurrency=8, timeout=60, retries=0) as client:
+            yield client, service
+
+
+async def lost(_: web.Request) -> web.StreamResponse:
+    return web.Response(status=500, text="the engine closed the connection")
+
+
+async def test_a_request_whose_engine_died_is_asked_again_and_is_no_try_of_its_own():
+    def died(service: Service) -> None:
+        service.faults += 1
+
+    async with kept([lost] * 5, died) as (client, service):
+        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+        stats = client.take_stats()
+    assert (service.looks, stats.moved, stats.retries, stats.requests) == (5, 5, 0, 1)
+
+
+async def test_a_request_that_failed_where_no_engine_did_is_a_failed_try():
+    async with kept([lost], lambda service: None) as (client, service):
+        with pytest.raises(EngineError, match="failed 1 times"):
+            await client.generate([1, 2], {})
+        assert client.take_stats().moved == 0
+    assert service.looks == 1
+
+
+async def test_while_no_engine_serves_requests_wait_and_then_go_to_the_new_router(monkeypatch):
+    monkeypatch.setattr("slime_retool.rollout.engine_client.SERVING_POLL_SECONDS", 0.01)
+
+    def come_back_later(service: Service) -> None:
+        service.serving = service.looks > 4
+        if service.looks == 1:
+            service.faults += 1
+            service.url, service.real = "http://127.0.0.1:1", service.url
+        if service.serving:
+            service.url = service.real
+
+    async with kept([lost], come_back_later) as (client, service):
+        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+    assert service.looks == 5
+
+
+async def test_a_request_never_goes_to_a_router_that_was_replaced_before():
+    async with kept([], lambda service: None) as (client, service):
+        client._url = "http://127.0.0.1:1"  # where it was when the client was made
+        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+    assert service.looks == 0
+
+
+async def test_the_end_of_the_service_is_an_error_of_its_own():
+    def over(service: Service) -> None:
+        raise ServerError("no further replacement")
+
+    async with kept([lost], over) as (client, _):
+        with pytest.raises(ServerError, match="no further replacement"):
+            await client.generate([1, 2], {})
+
+
+async def test_requests_that_fail_together_share_a_look():
+    def died(service: Service) -> None:
+        time.sleep(0.2)
+        service.faults += 1
+
+    async with kept([lost] * 8, died) as (client, service):
+        await asyncio.gather(*(client.generate([1, 2], {}) for _ in range(8)))
+    assert 1 <= service.looks <= 2

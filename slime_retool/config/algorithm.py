@@ -48,7 +48,8 @@ def _check_supervised(config: Config) -> None:
 
 def _check_policy(config: Config) -> None:
     require(
-        not config.debug_train_only and config.rollout_function_path != SFT_ROLLOUT,
+        config.replay_rollouts is not None
+        or (not config.debug_train_only and config.rollout_function_path != SFT_ROLLOUT),
         f"--loss-type {config.loss_type} needs generated samples: drop --debug-train-only and the SFT rollout "
         f"function, or use --loss-type {SFT_LOSS.name}",
     )

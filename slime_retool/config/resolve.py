@@ -8,7 +8,7 @@ from typing import Any
 from megatron_bridge.hf_config import HfConfig, described_by_hf, read_hf_config
 from slime_retool.config.config import Config
 from slime_retool.config.devices import gpus_shown
-from slime_retool.config.groups import RL_ROLLOUT, SFT_ROLLOUT
+from slime_retool.config.groups import REPLAY_ROLLOUT, RL_ROLLOUT, SFT_ROLLOUT
 from slime_retool.config.require import as_config_error, require_folder
 from slime_retool.errors import ConfigError
 
@@ -19,7 +19,7 @@ def resolve(config: Config) -> Config:
 
     Raises ConfigError where --hf-checkpoint holds no model that can be read.
     """
-    settled = _device(config) | _model(config) | _sft(config)
+    settled = _device(config) | _model(config) | _sft(config) | _replay(config)
     return replace(config, **settled)
 
 
@@ -55,3 +55,11 @@ def _sft(config: Config) -> dict[str, Any]:
         return {}
     path = SFT_ROLLOUT if config.rollout_function_path == RL_ROLLOUT else config.rollout_function_path
     return {"debug_train_only": True, "rollout_function_path": path}
+
+
+def _replay(config: Config) -> dict[str, Any]:
+    """Batches of an earlier run need no engine; its checkpoints, which the same flags would write, stay as they are."""
+    if config.replay_rollouts is None:
+        return {}
+    nothing = dict.fromkeys(("save", "save_interval", "save_seconds", "save_keep", "save_hf", "eval_interval"))
+    return {"debug_train_only": True, "rollout_function_path": REPLAY_ROLLOUT, "no_async_save": False, **nothing}

@@ -56,6 +56,7 @@ def validate(config: Config) -> None:
     check_batches(config)
     require_writable(config.output_dir, "--output-dir")
     check_algorithm(config)
+    _check_replay(config)
     _check_checkpoints(config)
     _check_lora(config)
     _check_optimizer(config)
@@ -109,6 +110,10 @@ def _check_tools(config: Config) -> None:
         f"--tool-state {config.tool_state} needs a sandbox of this run's own: the protocol of --sandbox-url keeps no "
         "state; drop one",
     )
+    if config.sandbox_url is None:
+        refuse_unused(config, ("sandbox_token_file",), "--sandbox-url")
+    elif config.sandbox_token_file is not None:
+        require_file(config.sandbox_token_file, "--sandbox-token-file")
 
 
 def check_batches(config: Config) -> None:
@@ -156,6 +161,18 @@ def _check_step(config: Config) -> None:
         )
 
 
+def _check_replay(config: Config) -> None:
+    folder = config.replay_rollouts
+    if folder is None:
+        return
+    require(os.path.isdir(folder), f"--replay-rollouts: no such folder: {folder}")
+    # A run that resumes nothing sets aside what it finds in --output-dir.
+    require(
+        not any(_same_place(config.output_dir, part) for part in (folder, os.path.dirname(os.path.abspath(folder)))),
+        f"--replay-rollouts {folder} is in this run's own --output-dir: name another --output-dir",
+    )
+
+
 def _check_checkpoints(config: Config) -> None:
     if config.debug_rollout_only:
         return
@@ -173,7 +190,9 @@ def _check_checkpoints(config: Config) -> None:
         f"with a checkpoint in it (got {config.load})",
     )
     if config.save is None:
-        refuse_unused(config, ("save_interval", "save_keep", "save_hf"), "--save DIR")
+        refuse_unused(
+            config, ("save_interval", "save_seconds", "save_keep", "save_hf", "no_async_save"), "--save DIR"
+        )
     require(
         not _same_place(config.save, config.ref_load),
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "

@@ -209,7 +209,7 @@ def every_engine(
     meanwhile: Callable[[list[Future[None]]], None] | None = None,
 ) -> None:
     """Call all engines at once, and `meanwhile(futures)` on this thread; raises the first engine's error."""
-    pool = ThreadPoolExecutor(len(engines), thread_name_prefix="engine-admin")
+    pool = ThreadPoolExecutor(max(1, len(engines)), thread_name_prefix="engine-admin")
     futures = [pool.submit(call, engine) for engine in engines]
     try:
         if meanwhile is not None:

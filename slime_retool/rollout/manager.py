@@ -18,6 +18,7 @@ from slime_retool.config.schedule import with_num_rollout
 from slime_retool.data.readers import Row, write_rows
 from slime_retool.data.rows import RowCheck, RowReader
 from slime_retool.data.source import PromptDataSource, load_eval_samples
+from slime_retool.engine.upkeep import EngineService
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import RolloutFn, load_function
 from slime_retool.rollout import evaluate as evaluation
@@ -28,6 +29,7 @@ from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel, row_checks
 from slime_retool.rollout.open_turns import Aside, OpenTurns
+from slime_retool.rollout.replay import dump_batch
 from slime_retool.rollout.sft_tokens import conversation_check
 from slime_retool.rollout.stream import Stream, rows_of
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
@@ -87,9 +89,9 @@ class RolloutManager:
         self._restored: dict[str, Any] | None = None
         """The open groups of a checkpoint, until the stream begins."""
 
-    def connect(self, router_url: str) -> None:
-        """Generate through this router from now on."""
-        self._call(self._connect(router_url))
+    def connect(self, router: str | EngineService) -> None:
+        """Generate through this router from now on; behind a URL nothing is replaced when it dies."""
+        self._call(self._connect(router))
         settle_garbage_collector()
 
     def connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
@@ -208,12 +210,14 @@ class RolloutManager:
     def _start(self, rollout_id: int) -> Made:
         return asyncio.run_coroutine_threadsafe(self._generate(rollout_id), self._loop)
 
-    async def _connect(self, router_url: str) -> None:
+    async def _connect(self, router: str | EngineService) -> None:
         if self._client is not None:
             await self._client.aclose()
         config = self.config
+        service = None if isinstance(router, str) else router
         self._client = RouterClient(
-            router_url,
+            router if isinstance(router, str) else router.url,
+            service=service,
             concurrency=config.sglang_server_concurrency * max(1, config.num_engines),
             timeout=config.rollout_request_timeout,
             retries=config.rollout_request_retries,
@@ -259,12 +263,16 @@ class RolloutManager:
             batch.metrics |= {
                 "rollout/engine_requests": float(stats.requests),
                 "rollout/engine_retries": float(stats.retries),
+                # Asked again because an engine or the router was replaced.
+                "rollout/engine_moved": float(stats.moved),
                 # Prompt tokens that the engines had in their cache.
                 "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
             }
             if self._stream is not None:
                 read = stats.prompt_tokens - stats.cached_tokens + stats.completion_tokens
                 batch.metrics["rollout/reread_ratio"] = batch.metrics["rollout/reread_tokens"] / max(read, 1)
+        if self.config.dumps(rollout_id):
+            await asyncio.to_thread(dump_batch, self.config.output_dir, rollout_id, batch)
         return batch, self.data.state_dict()
 
     async def _work(self, start: Callable[[], Awaitable[T]], context: RolloutContext | None = None) -> T:

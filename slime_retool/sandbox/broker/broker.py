@@ -269,7 +269,7 @@ class Broker:
     def _assign(self, job: Job, child: Child) -> None:
         self.running += 1
         job.child, child.job = child, job
-        child.to_send = memoryview(exchange.request(job, child))
+        child.to_send = memoryview(exchange.request(job, child, self.limits))
         job.cpu_before = child.cpu_seconds()
         if job.session is not None:
             child.signal(signal.SIGCONT)

@@ -64,7 +64,6 @@ def _environment(private_root: bool) -> dict[str, str]:
         "MPLBACKEND": "Agg",
         "MALLOC_ARENA_MAX": "2",
         "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
 
 
@@ -80,7 +79,7 @@ class JailClient(asyncio.Protocol):
         self._ready: asyncio.Future[None] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._received = Frames()
-        self._to_send: collections.deque[dict[str, Any]] = collections.deque()
+        self._to_send: collections.deque[bytes] = collections.deque()
         self._reading = self._writing = False
         self._ending: asyncio.Task[None] | None = None
         self._count = 0
@@ -179,8 +178,8 @@ class JailClient(asyncio.Protocol):
         self._count += 1
         identity = self._count
         future = asyncio.get_running_loop().create_future()
-        self._waiting[identity] = future
         self._write(message | {"id": identity})
+        self._waiting[identity] = future
         try:
             return await future
         except asyncio.CancelledError:
@@ -214,7 +213,7 @@ class JailClient(asyncio.Protocol):
             await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
     def _write(self, message: dict[str, Any]) -> None:
-        self._to_send.append(message)
+        self._to_send.append(pack(message))  # what JSON cannot hold is refused here, where the caller is
         if not self._writing:
             self._write_some()
 
@@ -225,7 +224,7 @@ class JailClient(asyncio.Protocol):
             return
         count = min(len(self._to_send), _MESSAGES_AT_ONCE)
         if count:
-            self._transport.write(b"".join(pack(self._to_send.popleft()) for _ in range(count)))
+            self._transport.write(b"".join(self._to_send.popleft() for _ in range(count)))
         # Also after the last one: what follows at once goes out together.
         self._writing = count > 0
         if self._writing:
