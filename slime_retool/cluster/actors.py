@@ -87,7 +87,7 @@ class TrainerActor:
         return getattr(self._trainer, method)(*arguments)
 
     def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None:
-        self._trainer.save(rollout_id, extra if self._rank == 0 else {}, background=background)
+        self._trainer.save(rollout_id, extra, background=background)
 
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
