@@ -7,6 +7,9 @@ With --colocate trainer and engines take turns on the same devices:
     generate -> engines give back their memory, trainers take theirs -> train -> trainers keep only weights, engines
     take room for theirs -> update -> trainers leave, engines take room for their cache -> generate
 
+With --max-staleness generation goes on beside or across all of that (rollout.stream): before an update, or before
+engines give back their memory, requests are interrupted, and go on after it.
+
 Exit codes: 0 done, 1 a failure while running, 2 a mistake in what was given (flags, data, checkpoints; one line that
 says what to change), 130 interrupted: by a first Ctrl-C or SIGTERM after the step, which is saved where --save says so,
 by a second one at once.
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime_retool.train"
+ABORT_SECONDS = 0.2
+"""Engines are told again so often to end what they run: a request may have been on its way."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +124,10 @@ def run(config: Config, check: ServerFlagCheck, laps: Laps) -> None:
         if first == 0:
             set_aside(config.output_dir)
         with closing(trackers_of(config, first)) as metrics:
-            Loop(config, cluster, rollout, metrics, first, laps).run()
+            try:
+                Loop(config, cluster, rollout, metrics, first, laps).run()
+            finally:
+                rollout.stop_generating()
 
 
 def first_rollout(config: Config) -> int:
@@ -259,6 +267,7 @@ class Loop:
                 "%s; in rollout %d. Trainers start again from %s (%d of %d)",
                 error, rollout_id, where, self._restarts, config.max_restarts,
             )  # fmt: skip
+            self._rollout.stop_generating()
             try:
                 iteration = self._resumed if saved is None else saved
                 first, state = cluster.restart_trainers(self._num_rollout, iteration, saved=saved is not None)
@@ -290,7 +299,7 @@ class Loop:
             self._engine_memory = cluster.engines.memory()
             self._rollout.connect(cluster.engines.start_router(urls))
             if not config.debug_rollout_only:
-                cluster.trainers.connect_engines(urls)
+                cluster.trainers.connect_engines(urls, first)
                 cluster.begin_training()
                 self._hand_over(Phases())
             self._laps("router_and_weights")
@@ -306,6 +315,8 @@ class Loop:
         metrics = batch.metrics | self._saves.look()
         if not config.debug_rollout_only:
             with phases("offload"):
+                if config.offloads_rollout:
+                    self._interrupt()
                 cluster.begin_training()
             metrics |= cluster.trainers.train(batch, rollout_id)
         # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
@@ -323,7 +334,8 @@ class Loop:
             if config.num_engines:
                 timing["rollout/weight_version"] = float(self._hand_over(phases))
         timing |= phases.metrics(metrics)
-        timing |= generation_speed(metrics | timing, config.num_engines * config.rollout_num_gpus_per_engine)
+        if not config.max_staleness:  # else generation has no phase of its own
+            timing |= generation_speed(metrics | timing, config.num_engines * config.rollout_num_gpus_per_engine)
         timing |= self._engine_memory | {"memory/driver_host_gib": host_bytes() / GIB}
         self._metrics.log(rollout_id, timing)
         return metrics | timing
@@ -347,13 +359,25 @@ class Loop:
         """The trainer's weights into the engines, and the devices with them. Returns the weight version."""
         cluster = self._cluster
         cluster.engines.check()
+        with phases("sync"):
+            self._interrupt()
         with phases("offload"):
             cluster.begin_update()
         with phases("sync"):
             version = cluster.update_weights()
         with phases("offload"):
             cluster.begin_generation()
+        if self._config.max_staleness:
+            self._rollout.go_on(version)
         return version
+
+    def _interrupt(self) -> None:
+        """With --max-staleness: unfinished conversations leave the engines, and go on after the update."""
+        if self._config.max_staleness:
+            self._rollout.hold()
+            while not self._rollout.drained(0):
+                self._cluster.engines.abort()
+                self._rollout.drained(ABORT_SECONDS)
 
     def _evaluate(self, rollout_id: int) -> None:
         """Evaluate the weights after `rollout_id` (-1: before any training)."""

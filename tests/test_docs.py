@@ -83,6 +83,8 @@ def commands_of(block: str) -> Iterator[list[str]]:
         except ValueError:  # a quote that goes on in the next line
             continue
         pending = ""
+        if words[:1] == ["for"] and "do" in words:
+            words = words[words.index("do") + 1 :]
         while words and re.match(r"^[A-Za-z_]\w*=", words[0]):
             words.pop(0)
         if words:

@@ -86,6 +86,8 @@ class Part:
 
     def connect(self, url: str) -> None: ...
 
+    def stop_generating(self) -> None: ...
+
     def evaluate(self, *, resume: bool) -> dict[str, float]:
         raise ConfigError("nothing to evaluate")
 

@@ -77,7 +77,7 @@ class Parts:
     def nothing(self, *_: object) -> dict[str, float]:
         return {}
 
-    connect = begin_training = begin_update = begin_generation = save = state_dict = nothing
+    connect = begin_training = begin_update = begin_generation = save = state_dict = stop_generating = nothing
 
 
 MODEL = {
@@ -119,6 +119,59 @@ def test_the_exported_checkpoint_is_the_last_one_there_is(first, values, source,
     monkeypatch.setattr(convert, "convert_torch_dist_to_hf", lambda source, *_, **__: exported.append(source))
     loop(tmp_path, Parts(first=first), **values).run()
     assert exported == ([] if source is None else [str(tmp_path / source)])
+
+
+class Told(Parts):
+    """Notes what the loop does with engines that generate across updates; a request ends when it is told twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.running = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("begin_training", "begin_update", "update_weights", "begin_generation", "hold"):
+            self.events.append(name)
+        return super().__getattribute__(name)
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        self.events.append("generate")
+        self.running = 2
+        return super().generate(rollout_id)
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        self.events.append("train")
+        return {}
+
+    @property
+    def engines(self) -> SimpleNamespace:
+        return SimpleNamespace(**super().engines.__dict__, abort=self.abort)
+
+    def hold(self) -> None: ...
+
+    def abort(self) -> None:
+        self.events.append("abort")
+        self.running -= 1
+
+    def drained(self, seconds: float) -> bool:
+        return self.running == 0
+
+    def go_on(self, version: int) -> None:
+        self.events.append(f"go on {version}")
+
+
+@pytest.mark.parametrize("turns", [True, False], ids=["in turns", "side by side"])
+def test_requests_are_interrupted_before_an_update_or_before_engines_leave(turns: bool, tmp_path: Path):
+    parts = Told()
+    values = {"num_rollout": 1, "max_staleness": 1, "save": None, "save_hf": None, "colocate": True}
+    loop(tmp_path, parts, offload_rollout=turns, offload_train=turns, **values).run()
+    update = ["begin_update", "update_weights", "begin_generation", "go on 1"]
+    first = ["begin_training", "hold", *update, "generate"]  # the first weights: nothing runs yet
+    ended = ["hold", "abort", "abort"]
+    if turns:
+        assert parts.events == [*first, *ended, "begin_training", "train", "hold", *update]
+    else:
+        assert parts.events == [*first, "begin_training", "train", *ended, *update]
 
 
 EVALUATED = {"step": 1, "eval/a/reward": 0.5}

@@ -92,11 +92,10 @@ class TrainerActor:
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
 
-    def connect_engines(self, urls: list[str], weight_version: int) -> None:
+    def connect_engines(self, urls: list[str], version: int = 0) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
 
-        self._sync = WeightSync(self._trainer, urls, host=self._host)
-        self._sync.weight_version = weight_version
+        self._sync = WeightSync(self._trainer, urls, host=self._host, version=version)
 
     def update_weights(self, engines: dict[int, str], *, asleep: bool = False) -> int:
         self._sync.set_engines(engines)

@@ -113,7 +113,7 @@ class Cluster:
             self.engines.release("weights", "kv_cache")
         state = self.trainers.start(num_rollout, iteration, saved=saved)
         if self._config.num_engines:
-            self.trainers.connect_engines(list(self.engines.current().values()))
+            self.trainers.connect_engines(list(self.engines.current().values()), state[0])
             self.trainers.reload()
         return state
 

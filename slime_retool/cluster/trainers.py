@@ -151,9 +151,10 @@ class Trainers:
         if self._config.offloads_train:
             self._call("reload")
 
-    def connect_engines(self, urls: list[str]) -> None:
-        """Let the source rank know where its weights go."""
-        self._call("connect_engines", urls, self.weight_version)
+    def connect_engines(self, urls: list[str], version: int = 0) -> None:
+        """Let the source rank know where its weights go; updates are counted from `version`."""
+        self.weight_version = version
+        self._call("connect_engines", urls, version)
 
     def update_weights(self, engines: Mapping[int, str], *, asleep: bool) -> int:
         """Send the weights into these engines ({number: URL}); see `trainer.weight_sync`.

@@ -192,6 +192,13 @@ class RolloutArgs:
         min=1,
         help="With a filter: stop with a clear error after drawing this many times --rollout-batch-size prompts.",
     )
+    max_staleness: int = flag(
+        0,
+        min=0,
+        metavar="K",
+        help="Weight updates that a token may be older than the weights it trains. 0: every rollout begins and ends "
+        "between two updates; 1 and more: unfinished conversations go on across updates (docs/stream.md).",
+    )
     rollout_function_path: str = flag(
         RL_ROLLOUT,
         metavar="MODULE.FUNCTION",

@@ -65,10 +65,17 @@ class RouterClient(JsonClient):
                 await asyncio.to_thread(self._service.look)
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        session: str | None = None,
+        cache_key: str | None = None,
     ) -> Completion:
         """Continue `input_ids`; `sampling_params` are SGLang's. Raises EngineError, see the class and the module."""
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "stream": False}
+        if cache_key is not None:
+            body["extra_key"] = cache_key
         headers = {} if session is None else {ROUTING_HEADER: session}
         completion = parse_completion(await self.post("/generate", body, headers))
         self._stats.prompt_tokens += completion.prompt_tokens

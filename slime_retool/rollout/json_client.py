@@ -58,6 +58,7 @@ class JsonClient:
             use_proxies: go by the proxies that the environment names, and by its no_proxy.
         """
         self._url = url.rstrip("/")
+        self.concurrency = concurrency
         self._places = asyncio.Semaphore(concurrency)
         self._timeout, self._retries = timeout, retries
         self._backoff, self._backoff_limit = backoff, backoff_limit
