@@ -350,6 +350,8 @@ class Loop:
         if self._config.save is None or self._config.debug_rollout_only:
             return
         if self._saves.last != rollout_id:
+            if self._config.offloads_rollout:
+                self._interrupt()
             self._cluster.begin_training()  # after a step trainers have left their devices
             self._save(rollout_id)
         self._saves.look(wait=True)
