@@ -7,12 +7,14 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+
+from slime_retool.types import Span, timed
 
 
 class Tracker(Protocol):
@@ -132,23 +134,37 @@ class Phases:
 
     NAMES = ("generate", "log_probs", "train", "sync", "offload")
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
+    def __init__(self, show: Callable[[str], None] = lambda name: None) -> None:
+        """`show` is told the name of each phase as it begins."""
+        self._show = show
+        self._started, self._start = time.monotonic(), time.time()
         self._seconds = dict.fromkeys(self.NAMES, 0.0)
+        self._left_out = 0.0
+        self.spans: list[Span] = []
+        """Of every phase, of whatever else is timed, and at the end of the step."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        self._seconds[name] += time.monotonic() - begin
+        with self.aside(name) as span:
+            yield
+        self._seconds[name] += span["seconds"]
+
+    @contextmanager
+    def aside(self, name: str) -> Iterator[Span]:
+        """What is inside is shown and gets a span, and counts as no phase."""
+        self._show(name)
+        with timed(name, self.spans) as span:
+            yield span
 
     def leave_out(self, seconds: float) -> None:
         """What took these is no part of the step."""
-        self._started += seconds
+        self._left_out += seconds
 
     def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """All phases and the whole step; what `measured` holds of them wins."""
-        step = time.monotonic() - self._started
+        """All phases and the whole step, which ends here; what `measured` holds of them wins."""
+        whole = time.monotonic() - self._started
+        self.spans.append({"name": "step", "start": self._start, "seconds": whole, "status": "ok"})
+        step = whole - self._left_out
         phases = {f"perf/{name}_seconds": seconds for name, seconds in self._seconds.items()}
         phases |= {name: measured[name] for name in phases if name in measured}
         return phases | {"perf/idle_seconds": step - sum(phases.values()), "perf/step_seconds": step}

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import latest_rollout
+from slime_retool.cluster.profiler import StepProfiler
 from slime_retool.cluster.saves import Saves
 from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.devices import check_devices
@@ -174,6 +175,7 @@ class Loop:
         self._first_data: dict[str, Any] = {}
         """The position in the data that the run began with."""
         self._health = HealthCheck()
+        self._bar: tqdm[NoReturn] | None = None
 
     def run(self) -> None:
         with self._interrupts:
@@ -202,7 +204,7 @@ class Loop:
         only_at_end = config.save_interval is None and config.save_seconds is None
         if first < end and config.save is not None and only_at_end and not config.debug_rollout_only:
             logger.info("--save without --save-interval: the one checkpoint is written after the last rollout")
-        bar = tqdm(
+        self._bar = bar = tqdm(
             initial=first,
             total=end,
             desc="training" if config.debug_train_only else "rollouts",
@@ -227,17 +229,32 @@ class Loop:
 
     def _round(self, bar: tqdm[NoReturn], rollout_id: int) -> None:
         """One step, and the evaluation after it."""
-        with self._interrupts.deferred():
-            metrics = self._step(rollout_id)
-        self._show(bar, rollout_id, metrics)
-        try:
-            if self._interrupts.asked:
-                raise KeyboardInterrupt
-            if evaluates_after(self._config, rollout_id):
-                self._evaluate(rollout_id)
-        except KeyboardInterrupt:
-            self._save_at_once(rollout_id)
-            raise
+        config, cluster = self._config, self._cluster
+        with ExitStack() as stack:
+            profiler: StepProfiler | None = None
+            if rollout_id in config.profile_rollout:
+                profiler = StepProfiler(config, rollout_id, self._rollout, cluster.trainers, cluster.engines)
+                stack.enter_context(closing(profiler))
+            phases = Phases(self._show_phase)
+            with self._interrupts.deferred():
+                metrics = self._step(rollout_id, phases)
+            self._show(bar, rollout_id, metrics)
+            try:
+                if self._interrupts.asked:
+                    raise KeyboardInterrupt
+                if evaluates_after(config, rollout_id):
+                    with phases.aside("evaluation"):
+                        self._evaluate(rollout_id)
+                if profiler is not None:
+                    profiler.write(phases.spans, metrics)
+            except KeyboardInterrupt:
+                self._save_at_once(rollout_id)
+                raise
+
+    def _show_phase(self, name: str) -> None:
+        """What the loop does now, before the bar."""
+        if self._bar is not None:
+            self._bar.set_description(name.replace("_", " "))
 
     def _show(self, bar: tqdm[NoReturn], rollout_id: int, metrics: dict[str, float]) -> None:
         """A few of a rollout's metrics beside the bar, or in a line of their own."""
@@ -305,10 +322,9 @@ class Loop:
             self._laps("router_and_weights")
         return first
 
-    def _step(self, rollout_id: int) -> dict[str, float]:
+    def _step(self, rollout_id: int, phases: Phases) -> dict[str, float]:
         """Generate, train, save, update the engines. Returns the step's metrics."""
         config, cluster = self._config, self._cluster
-        phases = Phases()
         with phases("generate"), cluster.engines.checked():
             batch = self._rollout.generate(rollout_id)
         cluster.engines.check()
@@ -318,7 +334,8 @@ class Loop:
                 if config.offloads_rollout:
                     self._interrupt()
                 cluster.begin_training()
-            metrics |= cluster.trainers.train(batch, rollout_id)
+            with phases.aside("trainers"):
+                metrics |= cluster.trainers.train(batch, rollout_id)
         # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
         self._metrics.log(rollout_id, metrics)
         self._health.look_at(rollout_id, metrics)
@@ -326,7 +343,8 @@ class Loop:
         if not config.debug_rollout_only:
             if self._saves.due(rollout_id) or self._interrupts.asked:
                 # Now, while the trainer has its device: it leaves when the engines get its weights.
-                timing |= self._save(rollout_id)
+                with phases.aside("save"):
+                    timing |= self._save(rollout_id)
                 phases.leave_out(timing["perf/save_stall_seconds"])
                 if self._interrupts.asked:  # the engines need no weights any more
                     self._metrics.log(rollout_id, timing)

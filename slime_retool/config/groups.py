@@ -573,6 +573,14 @@ class TrackingArgs:
     )
     dump_rollouts_every: int = flag(1, min=1, metavar="N", help="Dump only every Nth rollout, from the first on.")
     dump_rollouts_keep: int | None = flag(None, min=1, metavar="N", help="Delete all dumps but the newest N.")
+    profile_rollout: list[int] = flag(
+        [],
+        nargs="+",
+        min=0,
+        metavar="N",
+        help="Write a trace of these rollouts' steps to OUTPUT_DIR/traces, for ui.perfetto.dev: what driver, "
+        "conversations, engines, tools and trainers did, by one clock.",
+    )
     no_progress: bool = flag(False, help="No progress bars (only a terminal gets any): a line for each rollout.")
     use_wandb: bool = flag(False, help="Log to Weights & Biases.")
     wandb_project: str | None = flag(None, help="W&B project.")
