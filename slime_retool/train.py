@@ -41,7 +41,18 @@ from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, TrainerDied, run_command
 from slime_retool.health import HealthCheck
 from slime_retool.interrupts import Interrupts
-from slime_retool.metrics import Laps, Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
+from slime_retool.metric_table import meaning_of
+from slime_retool.metrics import (
+    Laps,
+    Metrics,
+    Phases,
+    PrometheusTracker,
+    Tracker,
+    generation_speed,
+    headline,
+    host_bytes,
+    is_evaluated,
+)
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import resume_point, saved_extra, set_aside
 
@@ -143,7 +154,9 @@ def first_rollout(config: Config) -> int:
 def trackers_of(config: Config, first: int = 0) -> Metrics:
     """metrics.jsonl, and what the flags ask for beside it; `first`: the rollout that the run begins with."""
     path = config.custom_tracker_path
-    own = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
+    own: list[Tracker] = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
+    if config.prometheus_port is not None:
+        own.append(PrometheusTracker(config.prometheus_port, meaning_of))
     saved = saved_extra(config.load, first - 1).get("trackers") if config.load is not None and first > 0 else None
     return Metrics(
         Path(config.output_dir), *own, tensorboard=config.use_tensorboard, wandb=wandb_settings(config),
@@ -328,6 +341,7 @@ class Loop:
         with phases("generate"), cluster.engines.checked():
             batch = self._rollout.generate(rollout_id)
         cluster.engines.check()
+        self._metrics.log_samples(rollout_id, batch.shown)
         metrics = batch.metrics | self._saves.look()
         if not config.debug_rollout_only:
             with phases("offload"):

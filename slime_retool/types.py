@@ -232,9 +232,24 @@ class TrainSample:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ShownSample:
+    """One sample as a tracker's table has it; its texts are bounded."""
+
+    index: int
+    group: int
+    prompt: str
+    response: str
+    reward: float | None
+    turns: int
+    status: str
+
+
 @dataclass(slots=True)
 class RolloutBatch:
     """One rollout's training samples and the metrics that describe it."""
 
     samples: list[TrainSample]
     metrics: dict[str, float] = field(default_factory=dict)
+    shown: list[ShownSample] = field(default_factory=list, compare=False)
+    """A few samples for the tables of trackers, of a rollout that is dumped."""

@@ -571,6 +571,9 @@ class TrackingArgs:
         help="Write every sample (text, tokens, reward, times, and what the trainer made of it) to --output-dir, for "
         "slime-retool view.",
     )
+    dump_rollouts_compressed: bool = flag(
+        False, help="Write dumps as .jsonl.gz, a quarter of the size; the viewer and --replay-rollouts read both."
+    )
     dump_rollouts_every: int = flag(1, min=1, metavar="N", help="Dump only every Nth rollout, from the first on.")
     dump_rollouts_keep: int | None = flag(None, min=1, metavar="N", help="Delete all dumps but the newest N.")
     profile_rollout: list[int] = flag(
@@ -589,6 +592,13 @@ class TrackingArgs:
     wandb_key: str | None = flag(None, secret=True, help="W&B key (else WANDB_API_KEY or an earlier `wandb login`).")
     wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"), help="W&B mode.")
     use_tensorboard: bool = flag(False, help="Write TensorBoard event files to --output-dir.")
+    prometheus_port: int | None = flag(
+        None,
+        min=1,
+        max=65535,
+        help="Serve the newest value of every metric to Prometheus at http://127.0.0.1:PORT/metrics, as "
+        "slime_retool_train_loss and so on.",
+    )
     custom_tracker_path: str | None = hook("Hook tracker(args) -> a tracker of your own (docs/extending.md).")
 
 

@@ -287,7 +287,8 @@ class RolloutManager:
                 read = stats.prompt_tokens - stats.cached_tokens + stats.completion_tokens
                 batch.metrics["rollout/reread_ratio"] = batch.metrics["rollout/reread_tokens"] / max(read, 1)
         if self.config.dumps(rollout_id):
-            await asyncio.to_thread(dump_batch, self.config.output_dir, rollout_id, batch)
+            compressed = self.config.dump_rollouts_compressed
+            await asyncio.to_thread(dump_batch, self.config.output_dir, rollout_id, batch, compressed=compressed)
         return batch, self.data.state_dict()
 
     async def _work(self, start: Callable[[], Awaitable[T]], context: RolloutContext | None = None) -> T:

@@ -175,7 +175,10 @@ class Trainer:
                 log_probs = results[0].per_token if len(results) == 1 else None
             metrics |= _averages("train", results)
         if self.rank == 0 and config.dumps(rollout_id) and not config.loss.supervised:
-            dump_trained(config.output_dir, rollout_id, batch, log_probs, prepared.data.columns["advantages"])
+            dump_trained(
+                config.output_dir, rollout_id, batch, log_probs, prepared.data.columns["advantages"],
+                compressed=config.dump_rollouts_compressed,
+            )  # fmt: skip
         total = torch.tensor(seconds, dtype=torch.float32, device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)
         metrics["perf/log_probs_seconds"], metrics["perf/train_seconds"] = total.tolist()
