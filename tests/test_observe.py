@@ -260,7 +260,8 @@ def test_prometheus_is_served_the_newest_value_of_every_metric_on_this_host_only
         metrics.log(4, names)
         metrics.log(5, {"train/loss": 2.5})
         found = scraped(config.prometheus_port)
-        places = {each.laddr.ip for each in psutil.Process().net_connections() if each.laddr.port == config.prometheus_port}
+        ours = psutil.Process().net_connections()
+        places = {each.laddr.ip for each in ours if each.laddr.port == config.prometheus_port}
     assert places == {"127.0.0.1"}
     assert {name: value for name, (_, value) in found.items()} == {
         "slime_retool_step": 5, "slime_retool_eval_aime_accuracy": 0.125, "slime_retool_hook_own": 1,
