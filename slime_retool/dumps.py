@@ -14,7 +14,7 @@ ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
 """Half of a surrogate pair, which UTF-8 cannot hold, becomes the very escape that JSON has for it."""
 COMPRESSED = ".gz"
 LEVEL = 1
-"""Of gzip: level 6 takes three times as long and saves another tenth (docs/viewer.md)."""
+"""Of gzip: level 6 takes several times as long for a tenth less (benchmarks/observing.py)."""
 DAMAGED = (EOFError, zlib.error)
 """What reading a damaged compressed file raises beside OSError."""
 

@@ -572,7 +572,7 @@ class TrackingArgs:
         "slime-retool view.",
     )
     dump_rollouts_compressed: bool = flag(
-        False, help="Write dumps as .jsonl.gz, a quarter of the size; the viewer and --replay-rollouts read both."
+        False, help="Write dumps as .jsonl.gz, a third of the size or less; the viewer and --replay-rollouts read both."
     )
     dump_rollouts_every: int = flag(1, min=1, metavar="N", help="Dump only every Nth rollout, from the first on.")
     dump_rollouts_keep: int | None = flag(None, min=1, metavar="N", help="Delete all dumps but the newest N.")
