@@ -37,8 +37,9 @@ class Timeline:
     def take(self) -> RankSpans:
         """What was recorded; ends the recording."""
         self.recording = False
+        host, self._host, done, self._work = self._host, [], self._work, []
         if not self._on_cuda:
-            return RankSpans([*self._host, *(_span(*work) for work in self._work)], [])
+            return RankSpans([*host, *(_span(*work) for work in done)], [])
         now = self.mark()
         torch.cuda.synchronize()
         host_now = time.time()
@@ -46,7 +47,7 @@ class Timeline:
         def at(mark: Any) -> float:
             return host_now - mark.elapsed_time(now) / 1000  # milliseconds
 
-        return RankSpans(self._host, [_span(name, at(begin), at(end), more) for name, begin, end, more in self._work])
+        return RankSpans(host, [_span(name, at(begin), at(end), more) for name, begin, end, more in done])
 
     @contextmanager
     def span(self, name: str) -> Iterator[Span]:
