@@ -91,6 +91,34 @@ STEP = [
 ]  # fmt: skip
 
 
+def test_an_event_has_its_place_its_time_from_the_first_one_and_what_else_is_known_of_it(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.add("one", {"lane": [[span("whole", 2, 3, tokens=7)], [span("beside", 2.5, 1)]]})
+    trace.add("two", counters={"running": [(NOW + 1, {"engine 0": 4.0}), (NOW + 6.5, {"engine 0": 0.0})]})
+    trace.write(tmp_path / "t.json.gz", {"rollout_id": 3})
+    whole = read_trace(tmp_path / "t.json.gz")
+    assert whole["otherData"] == {"rollout_id": 3, "begin": NOW + 1} and whole["displayTimeUnit"] == "ms"
+    events = whole["traceEvents"]
+    assert [event for event in events if event["ph"] == "X"] == [
+        {"ph": "X", "cat": "slime_retool", "name": name, "pid": 1, "tid": thread, "ts": ts, "dur": dur, "args": args}
+        for name, thread, ts, dur, args in [
+            ("whole", 1, 1_000_000, 3_000_000, {"status": "ok", "tokens": 7}),
+            ("beside", 2, 1_500_000, 1_000_000, {"status": "ok"}),
+        ]
+    ]
+    assert [event for event in events if event["ph"] == "C"] == [
+        {"ph": "C", "name": "running", "pid": 2, "ts": ts, "args": {"engine 0": value}}
+        for ts, value in [(0, 4.0), (5_500_000, 0.0)]
+    ]
+    named = {(event["name"], event["pid"], event["tid"]): event["args"] for event in events if event["ph"] == "M"}
+    assert named == {
+        ("process_name", 1, 0): {"name": "one"}, ("process_sort_index", 1, 0): {"sort_index": 1},
+        ("thread_name", 1, 1): {"name": "lane 1"}, ("thread_sort_index", 1, 1): {"sort_index": 1},
+        ("thread_name", 1, 2): {"name": "lane 2"}, ("thread_sort_index", 1, 2): {"sort_index": 2},
+        ("process_name", 2, 0): {"name": "two"}, ("process_sort_index", 2, 0): {"sort_index": 2},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("factor", [1.0, 1 + SHARE * 1.5, 1 - SHARE * 1.5])
 def test_lanes_that_do_not_add_up_to_a_metric_are_told_of(factor: float, tmp_path: Path) -> None:
     pieces = pieces_of(write(tmp_path / "t.json.gz", {"driver": {"step": [STEP]}}, METRICS))
@@ -242,7 +270,9 @@ def test_the_slowest_rank_s_phases_stand_in_the_driver_s_lane(tmp_path: Path) ->
     driver = [each for each in STEP if each["name"] != "train"] + [span("trainers", 4, 3.2)]
     profiler.write(driver, METRICS | {"train/loss": float("nan")})
     profiler.close()
-    trace = read_trace(trace_path(str(tmp_path), 3))
+    path = trace_path(str(tmp_path), 3)
+    assert path == tmp_path / "traces" / "rollout_000003.json.gz"
+    trace = read_trace(path)
     assert problems(trace) == [] and (rollout.recorded, ranks.recorded) == (1, 1)
     assert trace["otherData"]["rollout_id"] == 3 and trace["otherData"]["metrics"] == METRICS
     pieces = pieces_of(trace)

@@ -103,7 +103,8 @@ class TrainerActor:
         return getattr(self._trainer, method)(*arguments)
 
     def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None:
-        self._trainer.save(rollout_id, extra, background=background)
+        with self._trainer.timeline.span("save"):
+            self._trainer.save(rollout_id, extra, background=background)
 
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
