@@ -170,7 +170,7 @@ class Executor:
         sys.__stdout__, sys.__stderr__ = self._out, self._err  # type: ignore[misc]
 
     def serve(self) -> NoReturn:
-        """Answer requests until a one-shot has run or the broker is gone."""
+        """Answer requests until the broker ends this process or is gone."""
         gc.enable()
         own = _getpid()
         _write(CONTROL, READY)
@@ -181,9 +181,8 @@ class Executor:
             answer = self._respond(request, count)
             if _getpid() != own:
                 _exit(0)  # a fork of the code's own that has run to the end of it
+            # And wait, also after a one-shot: the broker reads the process's clock before it ends it.
             _send(answer)
-            if not request["session"]:
-                _exit(0)
 
     def _respond(self, request: dict[str, Any], count: int) -> dict[str, Any]:
         try:

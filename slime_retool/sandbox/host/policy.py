@@ -59,6 +59,8 @@ class SandboxPolicy:
     max_inodes: int = 1024
     """Files and folders of one call or session."""
     max_open_files: int = 64
+    max_threads: int = 128
+    """Threads at once of one call or session; a further one fails to start. Not at level `none`."""
     concurrency: int = 16
     """Calls that run at once; further ones wait, and waiting is not counted as run time."""
     max_queue: int = 4096
@@ -108,8 +110,8 @@ class Result:
     truncated: bool = False
     """Output was longer than kept."""
     limit: str | None = None
-    """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files` or `output` (which
-    alone does not stop a call)."""
+    """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files`, `threads` or
+    `output` (which alone does not stop a call)."""
     exit_code: int | None = None
     """Set where the process ended without raising, by `os._exit`; None otherwise."""
     files: Mapping[str, bytes] = field(default_factory=dict)
