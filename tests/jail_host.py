@@ -1,7 +1,8 @@
 """A throw-away container around the sandbox's attack tests, and what an attacked host looks like afterwards.
 
-`python jail_host.py LEVEL UID CASES...` makes mount, process, network and IPC namespaces where the kernel lets it, plants
-secrets, becomes UID, runs the cases of JSON-lines files in one sandbox and prints a JSON object: the failures by case.
+`python jail_host.py LEVEL UID CASES...` makes mount, process, network and IPC namespaces where the kernel lets it,
+plants secrets, becomes UID, runs the cases of JSON-lines files in one sandbox and prints a JSON object: the failures by
+case.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,6 +29,8 @@ SECRET = "hidden-f2c41b"
 PORT = 45_117
 HOST = Path("/mnt")
 """Where the host's secrets lie, on a tmpfs of the container."""
+TEMPORARY = Path("/srv")
+"""Where the sandbox keeps its files, also on a tmpfs."""
 ABSTRACT = "\0jail-host-test"
 _MS_BIND, _MS_REC = 4096, 16384
 
@@ -44,16 +48,26 @@ def enter_container(uid: int) -> None:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
     namespaces.make_private()
     mount("proc", "/proc", "proc")
-    mount("tmpfs", str(HOST), "tmpfs")
+    for folder in (HOST, TEMPORARY):
+        mount("tmpfs", str(folder), "tmpfs", data="mode=777")
+    tempfile.tempdir = str(TEMPORARY)
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
     if uid != os.getuid():
         open_paths([Path(p).resolve() for p in (sys.base_prefix, sys.prefix, Path(__file__).parents[1])])
 
 
-def mount(source: str, target: str, kind: str | None, flags: int = 0) -> None:
+def become(uid: int) -> None:
+    if uid != os.getuid():
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+
+
+def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    encoded = [text.encode() if text else None for text in (source, target, kind)]
-    if libc.mount(*encoded, ctypes.c_ulong(flags), None) < 0:
+    encoded = [text.encode() if text else None for text in (source, target, kind, data)]
+    if libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]) < 0:
         raise OSError(ctypes.get_errno(), f"mount {source} on {target}")
 
 
@@ -261,8 +275,13 @@ async def attack(cases: list[dict[str, Any]], level: str) -> dict[str, list[str]
         else:
             failures["processes"] = [f"calls or processes are left: {stats}"]
     failures["afterwards"] = [f"left: {processes('boot.py')}"] if processes("boot.py") else []
+    failures["files afterwards"] = list(map(str, TEMPORARY.iterdir()))
     failures["zombies"] = [f"{zombies()}"] if zombies() else []
     return {name: wrong for name, wrong in failures.items() if wrong}
+
+
+_FOR_THE_TOOL_LAYER = {"forged_tags", "surrogates_nul"}
+"""Of the collection: what a model sees of the text is not the sandbox's to say (see `tool_use.observation`)."""
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -271,6 +290,7 @@ def load(path: Path) -> list[dict[str, Any]]:
     Also those of a developers' collection beside the checkout, whose expectations are under `check`.
     """
     cases = [json.loads(line) for line in path.read_text().splitlines()]
+    cases = [case for case in cases if case["id"] not in _FOR_THE_TOOL_LAYER]
     for case in cases:
         check = case.get("check", {})
         names = {"out_any": "any", "out_not": "never", "timeout": "timeout", "pre": "before", "then": "then"}
@@ -290,12 +310,7 @@ def main() -> None:
     level, uid = sys.argv[1], int(sys.argv[2])
     cases = [case for path in sys.argv[3:] for case in load(Path(path))]
     enter_container(uid)
-    if uid != os.getuid():
-        HOST.chmod(0o777)
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+    become(uid)
     try:
         failures = asyncio.run(attack(cases, level))
     except SandboxUnavailable as error:

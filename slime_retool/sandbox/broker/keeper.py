@@ -54,27 +54,31 @@ class Keeper:
 
     def _first_message(self) -> dict[str, Any]:
         while (message := self._received.take()) is None:
-            data = self._broker.recv(1 << 16)
-            if not data:
+            if not self._receive():
                 raise EOFError
-            self._received.feed(data)
         return message
+
+    def _receive(self) -> bool:
+        """False when the broker is gone, which with messages unread is a reset and no end."""
+        try:
+            data = self._broker.recv(1 << 16)
+        except ConnectionError:
+            return False
+        self._received.feed(data)
+        return bool(data)
 
     def run(self) -> None:
         """Until the broker is gone; then nothing of the folder is left."""
         poll = select.poll()
         poll.register(self._broker, select.POLLIN)
         look_at = 0.0
+        self._take_messages()
         while True:
-            now = time.monotonic()
-            wait = None if not self._watched else max(0.0, look_at - now)
-            if poll.poll(0 if self._remover else None if wait is None else 1e3 * wait):
-                data = self._broker.recv(1 << 16)
-                if not data:
+            wait = None if not self._watched else 1e3 * max(0.0, look_at - time.monotonic())
+            if poll.poll(0 if self._remover else wait):
+                if not self._receive():
                     break
-                self._received.feed(data)
-                while (message := self._received.take()) is not None:
-                    self._on_message(message)
+                self._take_messages()
             started = time.monotonic()
             if self._watched and started >= look_at:
                 self._look()
@@ -82,6 +86,10 @@ class Keeper:
                 look_at = ended + max(_LOOK_EVERY, _REST * (ended - started))
             self._remover.step(_ENTRIES_AT_ONCE)
         remove_tree(self._folder, REMOVE_SECONDS)
+
+    def _take_messages(self) -> None:
+        while (message := self._received.take()) is not None:
+            self._on_message(message)
 
     def _on_message(self, message: dict[str, Any]) -> None:
         if "watch" in message:
@@ -116,5 +124,5 @@ class Keeper:
 def main(fd: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with contextlib.suppress(EOFError, ConnectionError):
+    with contextlib.suppress(EOFError):
         Keeper(socket.socket(fileno=fd)).run()

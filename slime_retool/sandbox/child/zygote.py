@@ -45,7 +45,7 @@ FAILED = struct.Struct("<cIi")
 FORK = struct.Struct("<I32s")
 SETUP_FAILED = 99
 
-LAYERS = "user mount pid net ipc uts cgroup landlock seccomp capabilities rlimits freeze environment".split()
+LAYERS = "user mount pid net ipc uts cgroup landlock seccomp notify capabilities rlimits freeze environment".split()
 """All layers by name; tests switch one off to see what it stops. `freeze` and `environment` are the broker's."""
 _KEPT_AT_NONE = {"environment", "rlimits", "freeze"}
 
@@ -128,10 +128,11 @@ class Zygote:
 
     def _install_filter(self) -> None:
         """Without a listener the broker looks now and then, by which time there may be more than it allows."""
-        try:
-            self.listener = seccomp.install_and_listen(seccomp.stage1(ask=True))
-        except OSError:
-            seccomp.install(seccomp.stage1(ask=False))
+        if "notify" not in self.off:
+            with contextlib.suppress(OSError):
+                self.listener = seccomp.install_and_listen(seccomp.stage1(ask=True))
+                return
+        seccomp.install(seccomp.stage1(ask=False))
 
     def _enter_namespaces(self) -> None:
         as_root = os.geteuid() == 0
@@ -174,7 +175,6 @@ class Zygote:
         )
 
     def _build_root(self) -> str:
-        namespaces.make_private()
         packages: dict[str, str] = self.config["packages"]
         binds = [(path, path) for path in self.paths.readable]
         binds += [(path, f"{namespaces.PACKAGES}/{name}") for name, path in packages.items()]
@@ -184,6 +184,7 @@ class Zygote:
         hidden = [path for path, inside in binds if f"{inside}/".startswith(f"{namespaces.WORK}/")]
         if hidden:
             raise LayerError(f"{hidden[0]} is needed, but {namespaces.WORK} is where a call's own files are", "paths")
+        namespaces.make_private()
         return namespaces.build_root(binds, self.paths.hidden, links)
 
     def _become_ordinary_user(self) -> None:
