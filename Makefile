@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 # Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
 export RAY_worker_niceness ?= 0
 
-.PHONY: help install test test-browser screenshots lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
+.PHONY: help install test test-browser screenshots docs lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
@@ -27,6 +27,7 @@ help:
 	@echo "make test              lint, types and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
 	@echo "make test-browser      the viewer's page in a real Chromium (needs the extra \"browser\" and a chromium)"
 	@echo "make screenshots       the same, and its pictures into docs/images"
+	@echo "make docs              the documentation as a site, outputs/site/index.html; broken links are errors"
 	@echo "make install           only the environment in $(VENV)"
 	@echo "make lock              resolve requirements/cpu.in and setup.py into the locks of CPU and GPU hosts (needs uv)"
 
@@ -54,6 +55,17 @@ test-browser: $(STAMP)
 screenshots: $(STAMP)
 	$(PY) -m pytest tests/browser -s --screenshots docs/images
 
+# An environment of its own: none of it is needed to run, test or read the pages.
+.venv/docs/.installed: requirements/docs.lock
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.lock
+	touch $@
+
+docs: $(STAMP) .venv/docs/.installed
+	$(PY) docs/generate.py
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --quiet
+	@echo "open outputs/site/index.html"
+
 quickstart: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED)
 
@@ -79,6 +91,8 @@ lock:
 	uv pip compile --universal --python-version 3.10 --no-annotate --no-header requirements/cpu.in \
 	  -o requirements/cpu.lock
 	echo 'sglang==0.5.15.post1' >> requirements/cpu.lock
+	uv pip compile --universal --python-version 3.10 --no-annotate --no-header requirements/docs.in \
+	  -o requirements/docs.lock
 	uv pip compile --python-version 3.12 --no-annotate --no-header --extra gpu setup.py -o requirements/gpu.lock
 
 clean:

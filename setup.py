@@ -17,6 +17,7 @@ REQUIRES = [
     "pandas",
     "pyarrow",
     "aiohttp",
+    "msgspec",
     "wandb",
     "tensorboard",
     "safetensors",

@@ -119,6 +119,11 @@ def groups_of(cls: type) -> list[type]:
     return [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base) and _own_fields(base)]
 
 
+def flags_of(group: type) -> Iterator[tuple[dataclasses.Field, FlagSpec, Any]]:
+    """The flags that the dataclass `group` itself declares, each with its default."""
+    return ((field, field.metadata[_KEY], _default(field)) for field in _own_fields(group))
+
+
 def add_flags(parser: argparse.ArgumentParser, cls: type, shown: Container[str] | None = None) -> None:
     """Add one flag per flag-field of `cls` to `parser`, in one titled group per declaring dataclass.
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,10 +19,11 @@ import pytest
 from aiohttp import web
 from test_jail import LEVELS
 
+from benchmarks import sandbox_soak
 from slime_retool.errors import ConfigError
 from slime_retool.sandbox import Sandbox, SandboxPolicy, Status
 from slime_retool.sandbox.host.fusion_client import FusionSandbox
-from slime_retool.sandbox.host.server import make_app
+from slime_retool.sandbox.host.server import Access, BadRequest, _Server, make_app
 
 # A level that this machine has; the refusal of the others is tested where the levels are.
 LEVEL = (*LEVELS, "none")[0]
@@ -26,7 +32,7 @@ POLICY = SandboxPolicy(isolation=LEVEL, packages=("numpy",))
 
 @asynccontextmanager
 async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     listener = socket.create_server(("127.0.0.1", 0))
     await web.SockSite(runner, listener).start()
@@ -65,7 +71,7 @@ async def test_requests_and_responses_have_the_documented_fields(level: str) -> 
         "Finished",
         0,
     )
-    assert answer["run_result"]["stdout"] == "in file\n3\n"
+    assert answer["run_result"]["stdout"] == "in file\n"
     assert answer["files"] == {"b": base64.b64encode(b"out").decode()}
     assert (failed["status"], failed["run_result"]["stdout"], failed["run_result"]["return_code"]) == (
         "Failed",
@@ -83,6 +89,19 @@ async def test_requests_and_responses_have_the_documented_fields(level: str) -> 
         ({"code": "1", "language": "cpp"}, "language must be 'python', got 'cpp'"),
         ({"code": "1", "run_timeout": -1}, "run_timeout"),
         ({"code": "1", "run_timeout": float("inf")}, "run_timeout"),
+        ({"code": "1", "run_timeout": float("nan")}, "run_timeout"),
+        ({"code": "1", "run_timeout": 0}, "run_timeout"),
+        ({"code": "1", "run_timeout": 10**400}, "run_timeout"),
+        ({"code": "1", "run_timeout": 301}, "at most this server's 300 (its --max-timeout), got 301"),
+        ({"code": "1", "run_timeout": "5"}, "run_timeout must be a number of seconds, got '5'"),
+        ({"code": "1", "run_timeout": True}, "run_timeout"),
+        ({"code": 1}, "code"),
+        ({"code": None}, "`code`"),
+        ({"code": "1", "language": None, "memory_limit_MB": 10**400}, "memory_limit_MB"),
+        ({"code": "1", "memory_limit_MB": 1.5}, "memory_limit_MB must be an integer, got 1.5"),
+        ({"code": "1", "fetch_files": ["a"] * 2000}, "fetch_files may be at most 1024, got 2000"),
+        ({"code": "1", "fetch_files": [[]]}, "fetch_files"),
+        ({"code": "1", "stdin": "\ud83d"}, "JSON"),
         ({"code": "1", "stdin": 5}, "stdin must be text, got 5"),
         ({"code": "1", "fetch_files": "a"}, "fetch_files must be a list of paths, got 'a'"),
         ({"code": "1", "fetch_files": 5}, "fetch_files must be a list of paths, got 5"),
@@ -96,6 +115,102 @@ async def test_a_request_that_cannot_be_served_says_why(body: dict, says: str) -
     async with serving(make_app(POLICY)) as url:
         status, answer = await post(url, **body)
     assert status == 422 and says in answer["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "expected"),
+    [
+        (b"[]", {}, (422, "object")),
+        (b"5", {}, (422, "object")),
+        (b"", {}, (422, "JSON")),
+        (b"{", {}, (422, "JSON")),
+        (b"\xff\xfe{", {}, (422, "JSON")),
+        (b'{"code": "\xff"}', {}, (422, "code must be text")),
+        (b'{"code": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", {}, (422, "depth")),
+        (b'{"code": "1", "run_timeout": 1' + b"0" * 400 + b"}", {}, (422, "run_timeout")),
+        (b'{"code": "1", "memory_limit_MB": 1' + b"0" * 9000 + b"}", {}, (422, "memory_limit_MB")),
+        (b'{"code": "1"}', {"Content-Type": "application/json; charset=klingon"}, (422, "UTF-8, got klingon")),
+        ('{"code": "1"}'.encode("utf-16"), {"Content-Type": "application/json; charset=utf-16"}, (422, "UTF-8")),
+        (b'{"code": "1"}', {"Content-Type": "text/plain"}, (415, "application/json, got text/plain")),
+        (b"code=1", {"Content-Type": "application/x-www-form-urlencoded"}, (415, "application/json")),
+        (b'{"code": "1"}', {"Content-Type": ""}, (415, "application/json")),
+        (b'{"code": "1"}', {"Origin": "http://evil.example"}, (403, "web pages")),
+        (b'{"code": "1"}', {"Origin": "null"}, (403, "web pages")),
+        (b'{"code": "1"}', {"Sec-Fetch-Site": "same-origin"}, (403, "web pages")),
+        (b'{"code": "1"}', {"Host": "rebound.example"}, (403, "Host header")),
+        (b'{"code": "1"}', {"Host": "rebound.example:80"}, (403, "Host header")),
+        (b'{"code": "1"}', {"Host": ""}, (403, "Host header")),
+        (b"x" * (40 << 20), {}, (413, "")),
+    ],
+)
+async def test_a_request_that_no_client_of_code_sends_is_refused(
+    body: bytes, headers: dict[str, str], expected: tuple[int, str]
+) -> None:
+    headers = {"Content-Type": "application/json"} | headers
+    async with serving(make_app(POLICY)) as url, aiohttp.ClientSession() as http:
+        async with http.post(f"{url}/run_code", data=body, headers=headers) as response:
+            status, says = expected
+            assert response.status == status and says in (await response.json())["detail"]
+
+
+async def test_a_server_for_other_hosts_takes_any_name_of_its_own_and_asks_for_its_token() -> None:
+    access = Access("0.0.0.0", token="s3cret")
+    async with serving(make_app(POLICY, access=access)) as url, aiohttp.ClientSession() as http:
+        answers = []
+        for given in (None, "Bearer s3cret", "Bearer s3cre", "s3cret", "Bearer \xe9"):
+            headers = {"Host": "sandbox.cluster:8080"} | ({} if given is None else {"Authorization": given})
+            async with http.post(f"{url}/run_code", json={"code": "print(1)"}, headers=headers) as response:
+                answers.append((response.status, (await response.json()).get("status")))
+        async with FusionSandbox(url, POLICY, token="s3cret") as known, FusionSandbox(url, POLICY) as stranger:
+            results = await known.run("6 * 7"), await stranger.run("6 * 7")
+    assert answers == [(401, None), (200, "Success"), (401, None), (401, None), (401, None)]
+    assert results[0].result == "42" and results[1].status is Status.UNAVAILABLE and "401" in results[1].error
+
+
+async def test_a_call_ends_when_its_client_leaves() -> None:
+    slow = {"code": "while True: pass", "run_timeout": 250}
+    async with serving(make_app(replace(POLICY, concurrency=1))) as url, aiohttp.ClientSession() as http:
+        for _ in range(3):
+            with pytest.raises(asyncio.TimeoutError):
+                await http.post(f"{url}/run_code", json=slow, timeout=aiohttp.ClientTimeout(total=0.5))
+        answer = (await post(url, code="print('next')", run_timeout=100))[1]
+    assert answer["run_result"]["stdout"] == "next\n"
+
+
+def test_sigterm_ends_the_server_and_its_calls() -> None:
+    command = [sys.executable, "-m", "slime_retool.cli", "sandbox", "serve", "--port", "0", "--isolation", LEVEL]
+    program = (
+        "import sys\nfrom aiohttp import web\nfrom slime_retool import cli\n"
+        "site = web.TCPSite.start\n"
+        "async def start(self):\n    await site(self)\n"
+        "    print(self._server.sockets[0].getsockname()[1], flush=True)\n"
+        "web.TCPSite.start = start\nsys.exit(cli.main(sys.argv[1:]))"
+    )
+    command[1:3] = ["-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+
+        async def call_and_end() -> list[object]:
+            slow = {"code": "import time\ntime.sleep(250)", "run_timeout": 250}
+            calls = [asyncio.ensure_future(post(url, **slow)) for _ in range(20)]
+            await asyncio.sleep(1.5)
+            members = list(sandbox_soak.family(server.pid))
+            server.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(server.wait, 40)
+            return members, await asyncio.gather(*calls, return_exceptions=True)
+
+        members, answers = asyncio.run(call_and_end())
+    assert len(members) >= 4 and [pid for pid in members if os.path.exists(f"/proc/{pid}")] == []
+    assert all(isinstance(answer, aiohttp.ClientError) for answer in answers)
+
+
+async def test_a_large_body_is_refused_before_it_holds_up_others() -> None:
+    """By what was built of it: as many lists as there are in it take seconds and gigabytes."""
+    body = b'{"code": [' + b"[]," * 10_000_000 + b"1]}"
+    before = len(gc.get_objects())
+    with pytest.raises(BadRequest, match="code must be text"):
+        _Server(POLICY, 300.0, Access())._arguments(body)
+    assert len(gc.get_objects()) < before + 1000
 
 
 CONTROL = "class A:\n    def __repr__(self): return '\\0' * 100_000\nA()"

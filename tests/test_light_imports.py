@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIGHT = (
-    "types", "errors", "protocols", "run_folder", "metrics", "config", "chat", "data", "tool_use", "sandbox", "reward",
-    "rollout", "recipes", "commands",
+    "types", "errors", "protocols", "run_folder", "metrics", "metric_table", "config", "chat", "data", "tool_use",
+    "sandbox", "reward", "rollout", "recipes", "commands",
 )  # fmt: skip
 HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "transformer_engine")
 

@@ -1,6 +1,6 @@
 """`slime-retool sandbox serve`: the sandbox as a service that speaks SandboxFusion's /run_code.
 
-There is no authentication: keep it on a private address.
+Without --token-file whoever reaches the address may run code: keep it on a private one.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from slime_retool.errors import refuse, run_command
-from slime_retool.sandbox.host.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable
+from slime_retool.sandbox.host.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable, read_token
 
 PROG = "slime-retool sandbox serve"
 
@@ -27,6 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="how the code is shut in, see docs/sandbox.md (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--concurrency", type=int, default=16, help="calls that run at once (default: %(default)s)")
+    parser.add_argument(
+        "--memory-mb", type=int, default=512,
+        help="memory of a call in MiB, and the most that a request may ask for (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-timeout", type=float, default=300.0,
+        help="most seconds that a request may ask for (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--token-file", type=Path,
+        help="file whose text requests must send as `Authorization: Bearer TEXT` (default: none is asked for)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     return run_command(PROG, lambda: _serve(args))
 
@@ -34,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from slime_retool.sandbox.host.server import serve
 
-    policy = SandboxPolicy(args.isolation, concurrency=args.concurrency)
+    policy = SandboxPolicy(args.isolation, concurrency=args.concurrency, memory_mb=args.memory_mb)
+    token = None if args.token_file is None else read_token(args.token_file)
     print(f"sandbox ({args.isolation}) on http://{args.host}:{args.port}/run_code", file=sys.stderr)
     try:
-        serve(args.host, args.port, policy)
+        serve(args.host, args.port, policy, args.max_timeout, token)
     except (SandboxUnavailable, OSError, OverflowError) as error:
         return refuse(PROG, error, code=1)
     return 0

@@ -293,7 +293,7 @@ class Broker:
         self.running += 1
         self.started.add(job.id)
         job.child, child.job = child, job
-        child.to_send = memoryview(exchange.request(job, child))
+        child.to_send = memoryview(exchange.request(job, child, self.limits))
         job.cpu_before = child.cpu_seconds()
         if job.session is not None:
             child.signal(signal.SIGCONT)

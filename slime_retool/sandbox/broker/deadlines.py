@@ -75,7 +75,7 @@ class Deadlines:
         except OSError:
             return  # it has ended
         limit = (job.request["memory_mb"] or self._limits["memory_mb"]) << 20
-        used = size + tables - child.kind.address_space - child.kind.page_tables
+        used = min(limit, size - child.kind.address_space) + tables - child.kind.page_tables
         if used > limit + limit // _PER_PAGE_OF_TABLES + _SLACK:
             child.kill("memory")
         elif child.kind.listener is None and threads > self._limits["max_threads"]:

@@ -7,69 +7,113 @@ import json
 import secrets
 from typing import Any
 
-from ..child import executor
+from ..child import executor, semantics
 from ..wire import LENGTH, pack
 from .records import Child, Job
 
 _CHILD_LIMITS = ("memory", "disk", "file_size", "open_files")
-_SLACK = 1 << 20
+_NOTE = 200
+"""Characters that the executor adds to a text that was cut."""
+_BYTES_OF_CHARACTER = 12
+"""In JSON, at most: an escaped surrogate pair."""
+_OTHER_FIELDS = 1000
+_BYTES_OF_SIZE = 12
 
 
 class ProtocolViolation(Exception):
     """A child sent what the executor would not: the code it runs has taken over."""
 
 
-def request(job: Job, child: Child) -> bytes:
+def request(job: Job, child: Child, limits: dict[str, Any]) -> bytes:
     job.nonce = secrets.token_hex(16)
-    message = {key: job.request[key] for key in ("code", "seed", "stdin", "files", "fetch")}
+    message = {key: job.request[key] for key in ("code", "seed", "stdin", "files", "fetch", "echo")}
     memory = job.request["memory_mb"]
-    limit = None if memory is None else child.kind.address_space + (memory << 20)
-    return pack(message | {"nonce": job.nonce, "session": job.session is not None, "address_space": limit})
+    message["memory_mb"] = limits["memory_mb"] if memory is None else memory
+    message["address_space"] = None if memory is None else child.kind.address_space + (memory << 20)
+    return pack(message | {"nonce": job.nonce, "session": job.session is not None})
 
 
 def answer(data: bytearray, job: Job, limits: dict[str, Any]) -> dict[str, Any] | None:
     """The child's answer to `job`, of which `data` has arrived; None while it is incomplete.
 
-    Every field is of the right type and size. Raises ProtocolViolation on anything else.
+    Every field is of the right type and size, and `files` holds only what was asked for, in base64. Raises
+    ProtocolViolation on anything else.
     """
     if len(data) < LENGTH.size:
         return None
     (size,) = LENGTH.unpack_from(data)
-    most = 8 * limits["max_output_bytes"] + _SLACK + (2 * executor.MAX_FETCHED if job.request["fetch"] else 0)
-    if size > most or len(data) > size + LENGTH.size:
+    end = LENGTH.size + size
+    if size > _longest(job, limits):
         raise ProtocolViolation(f"an answer of {size} bytes")
-    if len(data) < size + LENGTH.size:
+    if len(data) < end:
         return None
-    try:
-        return _checked(json.loads(bytes(data[LENGTH.size :])), job.nonce)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ProtocolViolation(str(error)) from error
+    if job.answer is None:
+        try:
+            job.answer = _checked(json.loads(bytes(data[LENGTH.size : end])), job, limits)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ProtocolViolation(str(error)) from error
+    sizes: list[int | None] = job.answer["files"]
+    missing = end + sum(size or 0 for size in sizes) - len(data)
+    if missing < 0:
+        raise ProtocolViolation(f"{-missing} bytes after the answer")
+    if missing:
+        return None
+    files = {}
+    for name, length in zip(job.request["fetch"], sizes, strict=False):
+        if length is not None:
+            files[name] = base64.b64encode(data[end : end + length]).decode()
+            end += length
+    return job.answer | {"files": files}
 
 
-def _checked(message: dict[str, Any], nonce: str) -> dict[str, Any]:
-    if not secrets.compare_digest(str(message["nonce"]), nonce):
+def _longest(job: Job, limits: dict[str, Any]) -> int:
+    """Bytes that an answer has at most, without the files after it."""
+    text = limits["max_output_bytes"] + semantics.MAX_ERROR + 2 * _NOTE
+    return _BYTES_OF_CHARACTER * text + _BYTES_OF_SIZE * len(job.request["fetch"]) + _OTHER_FIELDS
+
+
+def _checked(message: dict[str, Any], job: Job, limits: dict[str, Any]) -> dict[str, Any]:
+    if not secrets.compare_digest(str(message["nonce"]), job.nonce):
         raise ValueError("an answer to another call")
     out, err = message["written"]
-    for content in message["files"].values():
-        base64.b64decode(content)  # as the client will, where it must not fail
+    exit_code = message["exit_code"]
+    if exit_code is not None and _count(exit_code) > 0xFF:
+        raise ValueError(exit_code)
     return {
-        "error": _text(message["error"]),
+        "error": _text(message["error"], semantics.MAX_ERROR),
         "limit": message["limit"] if message["limit"] in _CHILD_LIMITS else None,
-        "result": _text(message["result"]),
-        "wall": max(0.0, float(message["wall"])),
+        "result": _text(message["result"], limits["max_output_bytes"]),
+        "exit_code": exit_code,
+        "wall": _seconds(message["wall"]),
         "max_rss": _count(message["max_rss"]),
-        "written": [_count(out), _count(err)],
-        "files": message["files"],
+        "written": [None if each is None else _count(each) for each in (out, err)],
+        "files": _sizes(message["files"], len(job.request["fetch"])),
     }
 
 
-def _text(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise TypeError(value)
+def _text(value: object, most: int) -> str | None:
+    if value is not None and (not isinstance(value, str) or len(value) > most + _NOTE):
+        raise TypeError(type(value))
     return value
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << 62:
+    if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(value)
     return value
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+        raise ValueError(value)
+    return float(value)
+
+
+def _sizes(value: object, most: int) -> list[int | None]:
+    """Of the files that were asked for, in their order; None where there is none."""
+    if not isinstance(value, list) or len(value) > most:
+        raise TypeError(type(value))
+    sizes = [None if size is None else _count(size) for size in value]
+    if sum(size or 0 for size in sizes) > executor.MAX_FETCHED:
+        raise ValueError("more than may be fetched")
+    return sizes

@@ -23,6 +23,8 @@ class Job:
     started: float = 0.0
     nonce: str = ""
     cpu_before: float = 0.0
+    answer: dict[str, Any] | None = None
+    """What the child has answered, while the files after it arrive."""
     child: Child | None = None
     """While it runs."""
 

@@ -21,7 +21,8 @@ def completed(child: Child, job: Job, answer: dict[str, Any], limits: Limits) ->
     result["wall_s"] = min(answer["wall"], result["wall_s"])
     result["limit"] = limit or result["limit"]
     status = "ok" if error is None else "memory" if limit == "memory" else "error"
-    return result | {"status": status} | {key: answer[key] for key in ("error", "result", "max_rss", "files")}
+    kept = ("error", "result", "exit_code", "max_rss", "files")
+    return result | {"status": status} | {key: answer[key] for key in kept}
 
 
 def ended(child: Child, job: Job, status: int, cpu: float, rss: int, limits: Limits) -> dict[str, Any]:
@@ -32,8 +33,8 @@ def ended(child: Child, job: Job, status: int, cpu: float, rss: int, limits: Lim
     """
     result = _collect(child, job, [None, None], cpu, limits)
     verdict, error, limit = _reason(child.killed, job, status, limits)
-    if child.killed is None and os.WIFEXITED(status):
-        result["exit_code"] = os.WEXITSTATUS(status)
+    if child.killed is None:
+        result["exit_code"] = os.waitstatus_to_exitcode(status)
     return result | {"status": verdict, "error": error, "max_rss": rss, "limit": limit or result["limit"]}
 
 

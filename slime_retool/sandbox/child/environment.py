@@ -60,7 +60,7 @@ class HostPaths:
 
 
 def host_paths() -> HostPaths:
-    """For the running interpreter, which must have been started as `python -I -S`: its path is the standard library."""
+    """For the running interpreter, which must have been started by `boot.command`: its path is the standard library."""
     wanted = [os.path.realpath(path) for path in sys.path if os.path.isdir(path)]
     wanted += _library_folders() + _prefix_libraries()
     wanted += [path for path in ("/usr/share/zoneinfo", "/etc/ld.so.cache", *DEVICES) if os.path.exists(path)]

@@ -16,6 +16,7 @@ import resource
 import sys
 import threading
 import time
+import types
 from typing import Any, NoReturn
 
 from ..wire import LENGTH, pack
@@ -25,14 +26,19 @@ CONTROL = 3
 """Descriptor of the socket to the broker (see `wire`)."""
 READY = b"R"
 MAX_FETCHED = 16 << 20
+ANSWER_ROOM = 32 << 20
+"""Memory beyond the code's own, in which the answer is made and the next request taken although the code has used up
+all that it may have."""
 _REHEARSALS = 60
+_BUFFER = 8192
 
 _read, _write, _lseek, _exit, _getpid = os.read, os.write, os.lseek, os._exit, os.getpid
-_len, _min, _memoryview, _bytearray = len, min, memoryview, bytearray
-_BaseException, _OSError = BaseException, OSError
+_len, _min, _memoryview, _bytearray, _isinstance = len, min, memoryview, bytearray, isinstance
+_BaseException, _OSError, _ValueError, _MemoryError = BaseException, OSError, ValueError, MemoryError
 _decode = json.JSONDecoder().decode
-_TextIOWrapper, _BufferedWriter = io.TextIOWrapper, io.BufferedWriter
-_setrlimit, _RLIMIT_AS = resource.setrlimit, resource.RLIMIT_AS
+_TextIOWrapper, _write_buffered, _flush = io.TextIOWrapper, io.BufferedWriter.write, io.BufferedWriter.flush
+_getrlimit, _setrlimit, _RLIMIT_AS = resource.getrlimit, resource.setrlimit, resource.RLIMIT_AS
+_INFINITY = resource.RLIM_INFINITY
 _clock, _usage, _SELF = time.perf_counter, resource.getrusage, resource.RUSAGE_SELF
 _wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
 _run_exit_functions = atexit._run_exitfuncs
@@ -47,6 +53,8 @@ class _RingWriter(io.RawIOBase):
     def __init__(self, fd: int, limit: int) -> None:
         self._fd, self._limit, self._half = fd, limit, limit // 2
         self.total = 0
+        self.cut = False
+        """Something was overwritten or left out."""
 
     def writable(self) -> bool:
         return True
@@ -62,12 +70,28 @@ class _RingWriter(io.RawIOBase):
             while done < size:
                 position = _lseek(self._fd, 0, 1)
                 if position >= self._limit:
-                    position = _lseek(self._fd, self._half, 0)
+                    position, self.cut = _lseek(self._fd, self._half, 0), True
                     if size - done > self._limit:
                         done = size - self._half  # what would be overwritten at once
                 done += _write(self._fd, view[done : done + self._limit - position])
+            if self.cut and _lseek(self._fd, 0, 1) == self._limit:
+                _lseek(self._fd, self._half, 0)  # a full ring, unlike a full file, has its seam in the middle
         except _OSError:
             pass  # the code closed or replaced its own output
+        return size
+
+
+class _Buffer(io.BufferedWriter):
+    """Hands everything on at once, so that what was written survives a kill, until output is being cut."""
+
+    def __init__(self, raw: _RingWriter) -> None:
+        super().__init__(raw, _BUFFER)
+        self._ring = raw
+
+    def write(self, data: Any) -> int:
+        size = _write_buffered(self, data)
+        if not self._ring.cut:
+            _flush(self)
         return size
 
 
@@ -86,8 +110,8 @@ def _receive() -> dict[str, Any]:
     return _decode(_receive_exactly(count).decode())
 
 
-def _send(message: dict[str, Any]) -> None:
-    view = _memoryview(pack(message))
+def _send(data: bytes) -> None:
+    view = _memoryview(data)
     while view:
         view = view[_write(CONTROL, view) :]
 
@@ -100,10 +124,28 @@ def _reseed(seed: int | None) -> None:
         numpy.random.seed(None if seed is None else seed & 0xFFFFFFFF)
 
 
+def _limit_memory(address_space: int | None, session: bool) -> None:
+    """For the code to come; None: as much as the process may have. The next cell of a session may have more."""
+    _, hard = _getrlimit(_RLIMIT_AS)
+    if address_space is not None:
+        _setrlimit(_RLIMIT_AS, (address_space, hard if session else address_space + ANSWER_ROOM))
+    elif hard != _INFINITY:
+        _setrlimit(_RLIMIT_AS, (hard - ANSWER_ROOM, hard))
+
+
+def _limit_memory_no_more() -> None:
+    _, hard = _getrlimit(_RLIMIT_AS)
+    _setrlimit(_RLIMIT_AS, (hard, hard))
+
+
 def _set_stdin(text: str) -> None:
     """Standard input for the program and for what it reads from descriptor 0."""
+    try:
+        data = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # halves of a surrogate pair
+        data = text.encode("utf-8", "replace")
     with os.fdopen(os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600), "wb") as file:
-        file.write(text.encode("utf-8", "surrogateescape"))
+        file.write(data)
         file.seek(0)
         os.dup2(file.fileno(), 0)
     semantics.allow_input()
@@ -118,26 +160,39 @@ def _write_files(files: dict[str, str]) -> None:
             file.write(base64.b64decode(content))
 
 
-def _read_files(names: list[str]) -> dict[str, str]:
-    found, room = {}, MAX_FETCHED
+def _read_files(names: list[str]) -> list[bytes | None]:
+    """None for what is not a readable file, and for what does not fit beside those before it."""
+    found: list[bytes | None] = []
+    room = MAX_FETCHED
     for name in names:
+        data = None
         try:
             with open(name, "rb") as file:
                 data = file.read(room + 1)
-        except _OSError:
-            continue
-        if _len(data) <= room:
-            room -= _len(data)
-            found[name] = base64.b64encode(data).decode()
+        except (_OSError, _ValueError):  # also a name that no file can have
+            pass
+        if data is not None and _len(data) > room:
+            data = None
+        room -= _len(data or b"")
+        found.append(data)
     return found
+
+
+def _depth() -> int:
+    """Frames below the code's own first one, two of them of functions still to be called."""
+    frame: types.FrameType | None = sys._getframe()
+    count = 2
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 class Executor:
     """Made and rehearsed in the zygote, so that its objects, its specialised bytecode and its caches are shared by all
     children, where each would otherwise write its own copy of those pages; served in a child."""
 
-    def __init__(self, output_limit: int, memory_mb: int) -> None:
-        self._limit, self._memory_mb = output_limit, memory_mb
+    def __init__(self, output_limit: int) -> None:
+        self._limit = output_limit
         null = os.open(os.devnull, os.O_RDWR)
         self._rehearse(null)
         os.close(null)
@@ -155,15 +210,16 @@ class Executor:
         for number in range(_REHEARSALS):
             code = ("print(1 + 1)\n[n for n in range(3)]", "def f(x):\n    return x\nf(1 // 0)")[number % 4 == 3]
             request: dict[str, Any] = {"code": code, "files": {}, "fetch": [], "nonce": "", "session": True}
-            request |= dict.fromkeys(("seed", "stdin", "address_space"))
-            pack(self._respond(_decode(pack(request)[LENGTH.size :].decode()), number))
+            request |= {"seed": None, "stdin": None, "address_space": None, "memory_mb": 1, "echo": True}
+            self._respond(_decode(pack(request)[LENGTH.size :].decode()), number)
 
     def _set_streams(self, fds: tuple[int, int]) -> None:
         self._fds = fds
         self._writers = [_RingWriter(fd, self._limit) for fd in fds]
-        # By lines, so that what was printed survives a kill.
         self._out, self._err = (
-            _TextIOWrapper(_BufferedWriter(w, 8192), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+            _TextIOWrapper(
+                _Buffer(w), encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=True
+            )
             for w in self._writers
         )
         sys.stdout, sys.stderr = self._out, self._err
@@ -172,23 +228,30 @@ class Executor:
     def serve(self) -> NoReturn:
         """Answer requests until the broker ends this process or is gone."""
         gc.enable()
+        sys.setrecursionlimit(sys.getrecursionlimit() + _depth())  # the code has all of it
         own = _getpid()
         _write(CONTROL, READY)
         count = 0
         while True:
             request = _receive()
             count += 1
-            answer = self._respond(request, count)
+            try:
+                answer = self._respond(request, count)
+            except _BaseException as error:  # the code replaced or used up what the answer is made with
+                answer = [self._answer_without(request, error)]
             if _getpid() != own:
                 _exit(0)  # a fork of the code's own that has run to the end of it
             # And wait, also after a one-shot: the broker reads the process's clock before it ends it.
-            _send(answer)
+            for part in answer:
+                _send(part)
 
-    def _respond(self, request: dict[str, Any], count: int) -> dict[str, Any]:
+    def _respond(self, request: dict[str, Any], count: int) -> list[bytes]:
+        """The answer and then the files, as they are sent."""
         try:
             for stream, writer in ((self._out, self._writers[0]), (self._err, self._writers[1])):
-                stream.reconfigure(line_buffering=True)  # raises if an earlier cell closed or detached it
-                writer.total = 0
+                # Raises if an earlier cell closed or detached it.
+                stream.reconfigure(line_buffering=True, write_through=True)
+                writer.total, writer.cut = 0, False
             sys.stdout, sys.stderr = self._out, self._err
         except _BaseException:
             self._set_streams(self._fds)
@@ -197,27 +260,49 @@ class Executor:
             _reseed(request["seed"])
         started = _clock()
         try:
-            if request["address_space"] is not None:
-                _setrlimit(_RLIMIT_AS, (request["address_space"],) * 2)
+            _limit_memory(request["address_space"], session)
             if request["stdin"] is not None:
                 _set_stdin(request["stdin"])
             if request["files"]:
                 _write_files(request["files"])
+        except _OSError as error:  # files that do not fit
+            outcome = semantics.Outcome(error=semantics.brief(error), limit=semantics.limit_of(error))
+        except _MemoryError as error:
+            outcome = semantics.Outcome(error=semantics.brief(error), limit="memory")
+        except _BaseException as error:  # a name that no file can have
+            outcome = semantics.Outcome(error=semantics.brief(error))
+        else:
             filename = f"<cell {count}>" if session else "<string>"
-            outcome = semantics.run(request["code"], filename, self._namespace, self._limit, self._memory_mb)
-        except _BaseException as error:  # files that do not fit
-            outcome = semantics.Outcome(error=f"{error}", limit="disk")
+            limits = self._limit, request["memory_mb"]
+            outcome = semantics.run(request["code"], filename, self._namespace, *limits, echo=request["echo"])
         # As an interpreter does at its end; a session goes on.
         at_end = () if session else (_wait_for_threads, _run_exit_functions)
-        for finish in (*at_end, self._out.flush, self._err.flush):
+        for finish in (*at_end, _limit_memory_no_more, self._out.flush, self._err.flush):
             try:
                 finish()
             except _BaseException:
                 pass
-        return outcome._asdict() | {
+        wall = _clock() - started
+        files: list[bytes | None] = []
+        try:
+            files = _read_files(request["fetch"])
+        except _MemoryError:
+            outcome = semantics.Outcome("MemoryError while the files to fetch were read", "memory")
+        answer = outcome._asdict() | {
             "nonce": request["nonce"],
-            "wall": _clock() - started,
+            "wall": wall,
             "max_rss": _usage(_SELF).ru_maxrss * 1024,
             "written": [writer.total for writer in self._writers],
-            "files": _read_files(request["fetch"]) if request["fetch"] else {},
+            "files": [None if data is None else _len(data) for data in files],
         }
+        return [pack(answer), *(data for data in files if data)]
+
+    def _answer_without(self, request: dict[str, Any], error: BaseException) -> bytes:
+        """That the code ended, where a whole answer cannot be made."""
+        self._namespace.clear()
+        outcome = semantics.Outcome(
+            f"{semantics.brief(error)}\n(while the result was put together)",
+            "memory" if _isinstance(error, _MemoryError) else None,
+        )
+        rest = {"nonce": request["nonce"], "wall": 0.0, "max_rss": 0, "written": [None, None], "files": []}
+        return pack(outcome._asdict() | rest)

@@ -105,7 +105,7 @@ class Zygote:
         warmup.warm(self.config["preload"])
         if self.private_root:
             sys.path.insert(0, namespaces.WORK)  # modules that the code writes
-        self.executor = executor.Executor(self.limits["max_output_bytes"], self.limits["memory_mb"])
+        self.executor = executor.Executor(self.limits["max_output_bytes"])
         if not self.bare:
             prctl(PR_SET_NO_NEW_PRIVS, 1)
             drop_bounding_set()
@@ -382,7 +382,7 @@ class Zygote:
             resource.RLIMIT_NOFILE: self.limits["max_open_files"],
             resource.RLIMIT_FSIZE: self.limits["max_file_mb"] << 20,
             resource.RLIMIT_STACK: _STACK,
-            resource.RLIMIT_AS: self.address_space + (self.limits["memory_mb"] << 20),
+            resource.RLIMIT_AS: self.address_space + (self.limits["memory_mb"] << 20) + executor.ANSWER_ROOM,
         }
         if self.bare:
             _, hard = resource.getrlimit(resource.RLIMIT_NPROC)

@@ -69,7 +69,6 @@ def _environment(private_root: bool) -> dict[str, str]:
         "MPLBACKEND": "Agg",
         "MALLOC_ARENA_MAX": "2",
         "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
 
 
@@ -94,7 +93,7 @@ class JailClient(asyncio.Protocol):
         self._started = StartedCalls.create()
         """Those that run, or have run, by the broker's own note: it outlives the broker."""
         self._received = Frames()
-        self._to_send: collections.deque[dict[str, Any]] = collections.deque()
+        self._to_send: collections.deque[bytes] = collections.deque()
         self._reading = self._writing = False
         self._ending: asyncio.Task[None] | None = None
         self._count = 0
@@ -198,9 +197,9 @@ class JailClient(asyncio.Protocol):
         self._count += 1
         identity = self._count
         future = asyncio.get_running_loop().create_future()
-        self._waiting[identity] = future, message.get("session")
         self._started.clear(identity)
         self._write(message | {"id": identity})
+        self._waiting[identity] = future, message.get("session")
         try:
             return await future
         except asyncio.CancelledError:
@@ -236,7 +235,7 @@ class JailClient(asyncio.Protocol):
             await asyncio.to_thread(trees.remove_tree, self._folder, trees.REMOVE_SECONDS)
 
     def _write(self, message: dict[str, Any]) -> None:
-        self._to_send.append(message)
+        self._to_send.append(pack(message))  # what JSON cannot hold is refused here, where the caller is
         if not self._writing:
             self._write_some()
 
@@ -247,7 +246,7 @@ class JailClient(asyncio.Protocol):
             return
         count = min(len(self._to_send), _MESSAGES_AT_ONCE)
         if count:
-            self._transport.write(b"".join(pack(self._to_send.popleft()) for _ in range(count)))
+            self._transport.write(b"".join(self._to_send.popleft() for _ in range(count)))
         # Also after the last one: what follows at once goes out together.
         self._writing = count > 0
         if self._writing:

@@ -5,10 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from pathlib import Path
 
 from slime_retool.errors import ConfigError, ToolUnavailable
 
 ISOLATION_LEVELS = ("namespaces", "landlock", "none")
+_BEYOND = 1 << 32
+"""Larger than any limit: what is above overflows one kernel interface or another."""
+
+
+def check_limit(name: str, value: object, *, whole: bool) -> None:
+    """Raises ConfigError on what is no number (of seconds, or a whole one of bytes, calls, ...) that a limit can be."""
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < _BEYOND:
+        what = "a whole number" if whole else "a number"
+        raise ConfigError(f"sandbox {name} must be above 0, got {value!r} (it must be {what} below {_BEYOND})")
+
+
+def read_token(path: Path) -> str:
+    """The text of a file, which servers of code are asked with. Raises ConfigError on what no header can hold."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the token file of the sandbox cannot be read: {error}") from error
+    if not token or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"the token file of the sandbox, {path}, must hold one line of printable ASCII")
+    return token
 
 
 class SandboxUnavailable(ToolUnavailable):
@@ -50,6 +72,8 @@ class SandboxPolicy:
     """Seconds of CPU time of one call, all threads together; None: as many as its wall time."""
     memory_mb: int = 512
     """Memory of one call, in MiB of address space beyond the interpreter and its preloaded packages."""
+    max_code_bytes: int = 1 << 20
+    """Length of the code of one call, in UTF-8. Longer code is an error and is not looked at."""
     max_output_bytes: int = 65_536
     """Kept of each of stdout and stderr: the first and the last part."""
     max_file_mb: int = 16
@@ -82,10 +106,10 @@ class SandboxPolicy:
     def __post_init__(self) -> None:
         if self.isolation not in ISOLATION_LEVELS:
             raise ConfigError(f"sandbox isolation must be one of {', '.join(ISOLATION_LEVELS)}, got {self.isolation!r}")
-        for name in (each.name for each in fields(self) if each.name not in ("isolation", "packages")):
-            value = self.__getattribute__(name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"sandbox {name} must be above 0, got {value}")
+        for each in fields(self):
+            value = self.__getattribute__(each.name)
+            if each.name not in ("isolation", "packages") and (each.name, value) != ("cpu_timeout", None):
+                check_limit(each.name, value, whole=each.type == "int")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +137,7 @@ class Result:
     """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files`, `threads` or
     `output` (which alone does not stop a call)."""
     exit_code: int | None = None
-    """Set where the process ended without raising, by `os._exit`; None otherwise."""
+    """Where the code ended itself: what it gave to `sys.exit` or `os._exit`, or -N for a crash by signal N."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents of the `fetch_files` that exist, after a call that ended by itself."""
 

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from slime_retool.errors import ConfigError
 from slime_retool.sandbox.host.client import JailClient, NotStarted
-from slime_retool.sandbox.host.policy import Result, SandboxPolicy, SandboxUnavailable, Status
+from slime_retool.sandbox.host.policy import Result, SandboxPolicy, SandboxUnavailable, Status, check_limit
 
 logger = logging.getLogger(__name__)
 
+_SEED_BITS = 64
 _MAX_BROKERS = 5
 """That a waiting call goes through: it may itself be what ends them."""
 
@@ -62,6 +64,7 @@ class Sandbox:
         files: Mapping[str, bytes] | None = None,
         fetch_files: tuple[str, ...] = (),
         memory_mb: int | None = None,
+        echo: bool = True,
         _session: str | None = None,
     ) -> Result:
         """Run `code` as a script; a bare last expression is echoed in `Result.result`.
@@ -69,9 +72,17 @@ class Sandbox:
         `timeout`: seconds of wall time from start of execution (default: the policy's). `seed`: for the generators of
         `random` and, where it is loaded, numpy. `stdin`: what `input` and standard input give (default: closed).
         `files`: put into the working folder before; `fetch_files`: read from it afterwards. `memory_mb`: lower than the
-        policy's. Cancelling the caller ends the call.
+        policy's. `echo`: without, as `python FILE` does it: nothing is echoed, and the text of a `sys.exit` goes to
+        stderr. Cancelling the caller ends the call. Raises ConfigError on arguments that no call can have.
         """
         wall = self.policy.timeout if timeout is None else timeout
+        check_limit("timeout", wall, whole=False)
+        if memory_mb is not None:
+            check_limit("memory_mb", memory_mb, whole=True)
+        check_arguments(code, seed, stdin, files or {}, fetch_files, self.policy)
+        too_large = refusal(code, stdin, files or {}, self.policy)
+        if too_large is not None:
+            return too_large
         message = {
             "op": "run",
             "code": code,
@@ -83,6 +94,7 @@ class Sandbox:
             "files": {name: base64.b64encode(data).decode() for name, data in (files or {}).items()},
             "fetch": list(fetch_files),
             "memory_mb": None if memory_mb is None else min(memory_mb, self.policy.memory_mb),
+            "echo": echo,
         }
         try:
             return _result(await self._call(message))
@@ -104,6 +116,8 @@ class Sandbox:
 
     def session(self, name: str) -> Session:
         """The session called `name`; it begins with its first cell."""
+        if not isinstance(name, str):
+            raise ConfigError(f"the name of a sandbox session must be text, got {name!r}")
         return Session(self, name)
 
     async def stats(self) -> dict[str, Any]:
@@ -150,6 +164,45 @@ class Session:
     def close(self) -> None:
         """End its process; a later cell of the same name starts afresh."""
         self._box._close_session(self.name)
+
+
+def check_arguments(
+    code: str,
+    seed: int | None,
+    stdin: str | None,
+    files: Mapping[str, bytes],
+    fetch_files: tuple[str, ...],
+    policy: SandboxPolicy,
+) -> None:
+    """Raises ConfigError on what the caller, and not the code, did wrong."""
+    if not isinstance(code, str) or not isinstance(stdin, (str, type(None))):
+        raise ConfigError(f"sandbox code and stdin must be text, got {type(code).__name__} and {type(stdin).__name__}")
+    if seed is not None and (not isinstance(seed, int) or seed.bit_length() > _SEED_BITS):
+        raise ConfigError(f"a sandbox seed must be a whole number of at most {_SEED_BITS} bits, got {type(seed)}")
+    if not all(isinstance(name, str) and isinstance(data, (bytes, bytearray)) for name, data in files.items()):
+        raise ConfigError("sandbox files must map paths to bytes")
+    if isinstance(fetch_files, str) or not all(isinstance(name, str) for name in fetch_files):
+        raise ConfigError(f"sandbox fetch_files must be a list of paths, got {fetch_files!r}")
+    if len(fetch_files) > policy.max_inodes:
+        most = policy.max_inodes
+        raise ConfigError(f"sandbox fetch_files may be at most max_inodes ({most}), got {len(fetch_files)}")
+
+
+def refusal(code: str, stdin: str | None, files: Mapping[str, bytes], policy: SandboxPolicy) -> Result | None:
+    """The answer to a call that is too large to be looked at: every call pays for what is parsed here."""
+    size, most = _bytes(code), policy.max_code_bytes
+    if size > most:
+        return Result(Status.ERROR, error=f"the code has {size} bytes; at most {most} are run")
+    size, most = _bytes(stdin or "") + sum(map(len, files.values())), policy.max_disk_mb << 20
+    if size > most or len(files) > policy.max_inodes:
+        what = f"standard input and {len(files)} files have {size} bytes"
+        error = f"{what}; at most {most} and {policy.max_inodes} files fit into the folder"
+        return Result(Status.ERROR, error=error, limit="disk")
+    return None
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _result(answer: dict[str, Any]) -> Result:

@@ -2,120 +2,256 @@
 
 Request: `code, language, compile_timeout, run_timeout, memory_limit_MB, stdin, files, fetch_files` (files as base64 by
 path). Response: `status, message, compile_result, run_result {status, execution_time, return_code, stdout, stderr},
-executor_pod_name, files`. Python only. There is no authentication: bind it to a loopback or private address.
+executor_pod_name, files`. Python only. Where it is stricter than SandboxFusion: docs/sandbox.md.
 """
 
 from __future__ import annotations
 
 import base64
+import ipaddress
 import os
+import re
+import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
-from slime_retool.sandbox.host.policy import Result, SandboxPolicy, Status
+from slime_retool.sandbox.host.policy import Result, SandboxPolicy, Status, check_limit
 from slime_retool.sandbox.host.sandbox import Sandbox
 
-_MAX_REQUEST = 64 << 20
+T = TypeVar("T")
+
+MAX_TIMEOUT = 300.0
+_SHUTDOWN_SECONDS = 0.5
+"""After which requests that still run are cancelled, once the server is to end."""
 _FIELDS = set("code language compile_timeout run_timeout memory_limit_MB stdin files fetch_files".split())
-_BOX = web.AppKey("box", Sandbox)
+_ESCAPED = 6
+"""Bytes of JSON for one of text, at most."""
+_FILES = "an object: files must map paths to base64"
+_SHOWN = 80
+"""Bytes of a wrong value that are shown."""
+# Nothing below the first level is made into an object before its type is known: a body of 36 MB with 12 million lists
+# takes 0.07 s this way, and several seconds as Python's own json reads it.
+_BODY = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BadRequest(ValueError):
     """A request that cannot be served; the message names the field."""
 
 
-def make_app(policy: SandboxPolicy | None = None) -> web.Application:
-    """The application; its sandbox starts and ends with it."""
-    app = web.Application(client_max_size=_MAX_REQUEST)
-    app.router.add_post("/run_code", _run_code)
-    app.router.add_get("/v1/ping", _ping)
+class Refused(Exception):
+    """A request that is not looked at: the HTTP status and why."""
 
-    async def sandbox(app: web.Application) -> AsyncIterator[None]:
-        async with Sandbox(policy) as box:
-            app[_BOX] = box
+
+@dataclass(frozen=True)
+class Access:
+    """Who may call. Browsers are refused whatever page they show: no page is this server's own."""
+
+    host: str = "127.0.0.1"
+    """Address that is listened on. On a loopback one, requests for another host's name are refused: the name was made
+    to point here."""
+    token: str | None = None
+    """What `Authorization: Bearer` has to hold."""
+
+    def check(self, request: web.Request) -> None:
+        """Raises Refused."""
+        if "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") != "none":
+            raise Refused(403, "requests of web pages are refused")
+        if _is_loopback(self.host) and not _is_local(request.headers.get("Host", "localhost")):
+            raise Refused(403, "the Host header must be localhost or an address: this server listens on a loopback one")
+        if self.token is not None:
+            given = request.headers.get("Authorization", "").encode("utf-8", "replace")
+            if not secrets.compare_digest(given, f"Bearer {self.token}".encode()):
+                raise Refused(401, "the header `Authorization: Bearer TOKEN` with this server's token is missing")
+
+
+def _is_local(name: str) -> bool:
+    name = re.sub(r":\d*$", "", name)
+    return name.lower() == "localhost" or _is_address(name.strip("[]"))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+class _Server:
+    def __init__(self, policy: SandboxPolicy, max_timeout: float, access: Access) -> None:
+        check_limit("max_timeout", max_timeout, whole=False)
+        self._policy, self._max_timeout, self._access = policy, max_timeout, access
+        self._box = Sandbox(policy)
+
+    def application(self) -> web.Application:
+        policy = self._policy
+        room = _ESCAPED * policy.max_code_bytes + 2 * (policy.max_disk_mb << 20)
+        app = web.Application(client_max_size=room)
+        app.router.add_post("/run_code", self._run_code)
+        app.router.add_get("/v1/ping", self._ping)
+        app.cleanup_ctx.append(self._sandbox)
+        return app
+
+    async def _sandbox(self, _: web.Application) -> AsyncIterator[None]:
+        async with self._box:
             yield
 
-    app.cleanup_ctx.append(sandbox)
-    return app
+    async def _ping(self, _: web.Request) -> web.Response:
+        return web.json_response("pong")
 
+    async def _run_code(self, request: web.Request) -> web.Response:
+        try:
+            self._access.check(request)
+            _check_kind(request)
+            arguments = self._arguments(await request.read())
+        except Refused as refusal:
+            status, why = refusal.args
+            return web.json_response({"detail": why}, status=status)
+        except web.HTTPRequestEntityTooLarge as error:
+            return web.json_response({"detail": error.text}, status=413)
+        except BadRequest as error:
+            return web.json_response({"detail": str(error)}, status=422)
+        return web.json_response(to_response(await self._box.run(**arguments, echo=False)))
 
-def serve(host: str = "127.0.0.1", port: int = 8080, policy: SandboxPolicy | None = None) -> None:
-    """Serve until interrupted. Raises SandboxUnavailable where the policy's isolation level cannot be had."""
-    web.run_app(make_app(policy), host=host, port=port, print=None)
-
-
-async def _ping(_: web.Request) -> web.Response:
-    return web.json_response("pong")
-
-
-async def _run_code(request: web.Request) -> web.Response:
-    box = request.app[_BOX]
-    try:
-        arguments = _arguments(await request.json(), box.policy)
-    except ValueError as error:
-        detail = str(error) if isinstance(error, BadRequest) else "the body must be JSON"
-        return web.json_response({"detail": detail}, status=422)
-    return web.json_response(to_response(await box.run(**arguments)))
-
-
-def _arguments(body: Any, policy: SandboxPolicy) -> dict[str, Any]:
-    """Keyword arguments of `Sandbox.run`."""
-    if not isinstance(body, Mapping) or not isinstance(body.get("code"), str):
-        raise BadRequest("the body must be an object with a string `code`")
-    unknown = sorted(set(body) - _FIELDS)
-    if unknown:
-        raise BadRequest(f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(_FIELDS))}")
-    language = body.get("language", "python")
-    if language != "python":
-        raise BadRequest(f"language must be 'python', got {language!r}")
-    timeout = body.get("run_timeout") or policy.timeout
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise BadRequest(f"run_timeout must be a number of seconds above 0, got {timeout!r}")
-    memory = body.get("memory_limit_MB")
-    if not isinstance(memory, (int, type(None))):
-        raise BadRequest(f"memory_limit_MB must be an integer, got {memory!r}")
-    if memory is not None and memory > policy.memory_mb:
-        raise BadRequest(f"memory_limit_MB may be at most this server's {policy.memory_mb}, got {memory}")
-    try:
-        files = {
-            str(name): base64.b64decode(content, validate=True)
-            for name, content in (body.get("files") or {}).items()
-            if content is not None
+    def _arguments(self, data: bytes) -> dict[str, Any]:
+        """Keyword arguments of `Sandbox.run`. Raises BadRequest."""
+        body = _object(data)
+        unknown = sorted(set(body) - _FIELDS)
+        if unknown:
+            raise BadRequest(f"unknown fields {', '.join(unknown)[:_SHOWN]}; known are {', '.join(sorted(_FIELDS))}")
+        code = _field(body, "code", str, "text")
+        if code is None:
+            raise BadRequest("the body must be an object with a string `code`")
+        language = _field(body, "language", str, "'python'")
+        if language not in (None, "python"):
+            raise BadRequest(f"language must be 'python', got {language[:_SHOWN]!r}")
+        timeout = _field(body, "run_timeout", float, "a number of seconds")
+        timeout = self._policy.timeout if timeout is None else timeout
+        if not 0 < timeout <= self._max_timeout:
+            raise BadRequest(
+                f"run_timeout must be a number of seconds above 0 and at most this server's {self._max_timeout:g} "
+                f"(its --max-timeout), got {timeout:g}"
+            )
+        memory, most = _field(body, "memory_limit_MB", int, "an integer"), self._policy.memory_mb
+        if memory is not None and memory > most:
+            asked = _shown(bytes(body["memory_limit_MB"]))
+            raise BadRequest(f"memory_limit_MB may be at most this server's {most} (its --memory-mb), got {asked}")
+        fetched = _field(body, "fetch_files", list[str], "a list of paths") or []
+        if len(fetched) > self._policy.max_inodes:
+            raise BadRequest(f"fetch_files may be at most {self._policy.max_inodes}, got {len(fetched)}")
+        return {
+            "code": code,
+            "timeout": timeout,
+            # A program without input finds its end, as with SandboxFusion, and not a refusal.
+            "stdin": _field(body, "stdin", str, "text") or "",
+            "files": _decoded(_field(body, "files", dict[str, str | None], _FILES)),
+            "fetch_files": tuple(fetched),
+            "memory_mb": memory if memory is not None and memory > 0 else None,
         }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise BadRequest(f"files must map paths to base64: {error}") from None
-    stdin, fetched = body.get("stdin"), body.get("fetch_files") or []
-    if stdin is not None and not isinstance(stdin, str):
-        raise BadRequest(f"stdin must be text, got {stdin!r}")
-    if not isinstance(fetched, list) or not all(isinstance(name, str) for name in fetched):
-        raise BadRequest(f"fetch_files must be a list of paths, got {fetched!r}")
-    return {
-        "code": body["code"],
-        "timeout": float(timeout),
-        "stdin": stdin,
-        "files": files,
-        "fetch_files": tuple(fetched),
-        "memory_mb": memory if memory is not None and memory > 0 else None,
-    }
+
+
+def _check_kind(request: web.Request) -> None:
+    """A page can send a form to any address; JSON, only where the server agrees. Raises Refused."""
+    if request.content_type != "application/json":
+        raise Refused(415, f"Content-Type must be application/json, got {request.content_type[:_SHOWN]}")
+    charset = request.charset or "utf-8"
+    if charset.lower() not in ("utf-8", "utf8", "us-ascii", "ascii"):
+        raise Refused(422, f"the body must be in UTF-8, got {charset[:_SHOWN]}")
+
+
+def _object(data: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return _BODY.decode(data)
+    except RecursionError:
+        raise BadRequest("the body must be JSON of little depth") from None
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body must be in UTF-8: {error}") from None
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the body must be an object with a string `code`: {error}") from None
+    except msgspec.DecodeError as error:
+        place = re.search(r"\(byte (\d+)\)", str(error))
+        start = max(0, int(place[1]) - _SHOWN // 2) if place else 0
+        raise BadRequest(f"the body must be JSON: {error}, in {data[start : start + _SHOWN]!r}") from None
+
+
+def _field(body: dict[str, msgspec.Raw], name: str, kind: type[T], what: str) -> T | None:
+    """None where it is missing or null. Raises BadRequest."""
+    raw = body.get(name, msgspec.Raw(b"null"))
+    try:
+        return msgspec.json.decode(raw, type=kind | None)
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise BadRequest(f"{name} must be {what}, got {_shown(bytes(raw))}: {error}") from None
+
+
+def _shown(raw: bytes) -> str:
+    try:
+        return repr(msgspec.json.decode(raw[:_SHOWN]))
+    except (ValueError, RecursionError, msgspec.MsgspecError):
+        return raw[:_SHOWN].decode("utf-8", "replace")
+
+
+def _decoded(files: dict[str, str | None] | None) -> dict[str, bytes]:
+    try:
+        return {
+            name: base64.b64decode(data, validate=True) for name, data in (files or {}).items() if data is not None
+        }
+    except ValueError as error:
+        raise BadRequest(f"files must be {_FILES}: {error}") from None
+
+
+def make_app(
+    policy: SandboxPolicy | None = None, max_timeout: float = MAX_TIMEOUT, access: Access | None = None
+) -> web.Application:
+    """The application; its sandbox starts and ends with it. max_timeout: seconds that a request may ask for.
+
+    Run it with `handler_cancellation`, so that a call ends when its client leaves.
+    """
+    return _Server(policy or SandboxPolicy(), max_timeout, access or Access()).application()
+
+
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    policy: SandboxPolicy | None = None,
+    max_timeout: float = MAX_TIMEOUT,
+    token: str | None = None,
+) -> None:
+    """Serve until interrupted. Raises SandboxUnavailable where the policy's isolation level cannot be had."""
+    web.run_app(
+        make_app(policy, max_timeout, Access(host, token)),
+        host=host,
+        port=port,
+        print=None,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        handler_cancellation=True,
+    )
 
 
 _RUN_STATUS = {Status.TIMEOUT: "TimeLimitExceeded", Status.UNAVAILABLE: "Error"}
+_KILLED = -9
 
 
 def to_response(result: Result) -> dict[str, Any]:
     """The SandboxFusion response. `Failed` means that the program failed, `SandboxError` that the sandbox did."""
-    status = {Status.OK: "Success", Status.UNAVAILABLE: "SandboxError"}.get(result.status, "Failed")
-    stdout = result.stdout + (f"{result.result}\n" if result.result is not None else "")
-    error = f"{result.error}\n" if result.error else ""
+    code = _return_code(result)
+    status = "SandboxError" if result.status is Status.UNAVAILABLE else "Success" if code == 0 else "Failed"
+    # Of an exit the program has said all that there is to say.
+    error = f"{result.error}\n" if result.error and (result.exit_code is None or result.exit_code < 0) else ""
     stderr = result.stderr + ("\n" if result.stderr and error and not result.stderr.endswith("\n") else "") + error
     run_result = {
         "status": _RUN_STATUS.get(result.status, "Finished"),
         "execution_time": result.wall_s,
-        "return_code": None if result.status is Status.TIMEOUT else result.exit_code or int(status != "Success"),
-        "stdout": stdout,
+        "return_code": code,
+        "stdout": result.stdout,
         "stderr": stderr,
     }
     return {
@@ -126,3 +262,12 @@ def to_response(result: Result) -> dict[str, Any]:
         "executor_pod_name": f"{socket.gethostname()}:{os.getpid()}",
         "files": {name: base64.b64encode(data).decode() for name, data in result.files.items()},
     }
+
+
+def _return_code(result: Result) -> int | None:
+    """That of `python FILE`, as its parent sees it; None for one that had to be stopped for its time."""
+    if result.status is Status.TIMEOUT:
+        return None
+    if result.exit_code is not None:
+        return result.exit_code
+    return {Status.OK: 0, Status.KILLED: _KILLED}.get(result.status, 1)
