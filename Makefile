@@ -28,6 +28,7 @@ help:
 	@echo "make test-browser      the viewer's page in a real Chromium (needs the extra \"browser\" and a chromium)"
 	@echo "make screenshots       the same, and its pictures into docs/images"
 	@echo "make docs              the documentation as a site, outputs/site/index.html; broken links are errors"
+	@echo "make sandbox-chaos     10,000 calls by 256 callers while the sandbox's own processes are killed at random"
 	@echo "make install           only the environment in $(VENV)"
 	@echo "make lock              resolve requirements/cpu.in and setup.py into the locks of CPU and GPU hosts (needs uv)"
 
@@ -65,6 +66,9 @@ docs: $(STAMP) .venv/docs/.installed
 	$(PY) docs/generate.py
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --quiet
 	@echo "open outputs/site/index.html"
+
+sandbox-chaos: $(STAMP)
+	for level in namespaces landlock; do $(PY) benchmarks/sandbox_soak.py --chaos --isolation $$level || exit 1; done
 
 quickstart: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED)

@@ -22,8 +22,6 @@ from .loop import Loop
 from .records import Child, Kind
 
 _MAX_DEATHS, _DEATH_WINDOW = 5, 60.0
-_MAX_FAILED_STARTS = 3
-"""In a row, after which waiting calls are refused. It is tried again all the same."""
 _RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 5.0
 MAX_SETUP_FAILURES = 3
 _EXIT_SECONDS = 2.0
@@ -162,7 +160,7 @@ class Forks:
             why = "took too long" if kind.late else f"ended with status {status}"
             kind.late = False
             return self._on_failed_start(kind, f"the zygote {why} while starting")
-        kind.ready = False
+        kind.ready, kind.down_since = False, now()
         self._counts["zygote_restarts"] += 1
         kind.idle.clear()
         for child in [child for child in self.children.values() if child.kind is kind]:
@@ -180,8 +178,8 @@ class Forks:
         kind.failed_starts += 1
         kind.start_at = now() + min(_MAX_RETRY_SECONDS, _RETRY_SECONDS * 2**kind.failed_starts)
         self._owner.on_restart(f"{why}; it is tried again")
-        if kind.failed_starts >= _MAX_FAILED_STARTS:
-            self._owner.on_no_children(kind, why)
+        if now() - kind.down_since > self._limits["startup_timeout"]:
+            self._owner.on_no_children(kind, why)  # tried again all the same
 
     # Children.
 

@@ -94,6 +94,8 @@ class Kind:
     """Ended for taking too long to start."""
     failed_starts: int = 0
     """In a row."""
+    down_since: float = 0.0
+    """When the last one that was ready ended."""
     deaths: collections.deque[float] = field(default_factory=collections.deque)
     address_space: int = 0
     page_tables: int = 0

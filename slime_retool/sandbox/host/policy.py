@@ -101,7 +101,8 @@ class SandboxPolicy:
     """RLIMIT_NPROC, only at level `none` (elsewhere a call is one process). The kernel counts all processes and threads
     of the user, not of the call, and does not limit root."""
     startup_timeout: float = 60.0
-    """Seconds the interpreter may take to start; beyond that the machine is out of order (`unavailable`)."""
+    """Seconds the interpreter may take to start, or to start again with tries that fail; beyond that the machine is out
+    of order (`unavailable`)."""
 
     def __post_init__(self) -> None:
         if self.isolation not in ISOLATION_LEVELS:

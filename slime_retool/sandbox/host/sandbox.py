@@ -17,7 +17,7 @@ from slime_retool.sandbox.host.policy import Result, SandboxPolicy, SandboxUnava
 logger = logging.getLogger(__name__)
 
 _SEED_BITS = 64
-_MAX_BROKERS = 5
+_MAX_BROKERS = 20
 """That a waiting call goes through: it may itself be what ends them."""
 
 _NO_ISOLATION = (
