@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 # Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
 export RAY_worker_niceness ?= 0
 
-.PHONY: help install test test-browser screenshots docs lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
+.PHONY: help install test test-browser screenshots docs lint sandbox-chaos quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"

@@ -340,7 +340,7 @@ def test_a_zygote_that_ended_with_requests_unread_does_not_end_the_broker() -> N
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.send(b"request")
     theirs.close()
-    all_forks = forks.Forks(event_loop, config, None, no_folders, collections.Counter())
+    all_forks = forks.Forks(event_loop, config, None, no_folders, None, collections.Counter())
     kind = all_forks.kinds["plain"]
     kind.ready, kind.socket = True, ours
     all_forks.fill()

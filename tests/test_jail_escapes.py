@@ -235,3 +235,13 @@ def test_many_calls_with_floods_timeouts_and_kills_leave_nothing_behind(level: s
     report = in_box(level, use)
     assert report.problems == []
     assert sum(report.statuses.values()) == 250 and report.statuses["ok"] > 100
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_while_its_processes_are_killed_no_call_is_wrong_doubled_or_lost(level: str) -> None:
+    async def use(box: Sandbox) -> sandbox_soak.ChaosReport:
+        return await sandbox_soak.Chaos(box, calls=400, callers=32, seed=5).run()
+
+    report = in_box(level, use, packages=("numpy",), concurrency=8)
+    assert report.problems == []
+    assert sum(report.killed.values()) > 0 and report.statuses["ok"] > 200

@@ -21,7 +21,7 @@ from test_jail import LEVELS, in_box
 
 from benchmarks.sandbox_soak import leaves
 from slime_retool.sandbox import Result, Sandbox, Status
-from slime_retool.sandbox.broker import keeper, oom, trees
+from slime_retool.sandbox.broker import cgroup, keeper, oom, trees
 from slime_retool.sandbox.broker.started import StartedCalls
 from slime_retool.sandbox.child import namespaces, zygote
 from slime_retool.sandbox.child.environment import HostPaths
@@ -469,3 +469,39 @@ def test_an_interpreter_where_calls_have_their_files_is_refused_with_the_reason(
     with pytest.raises(zygote.LayerError, match="is where a call's own files are") as refusal:
         zygote.Zygote._build_root(made)
     assert refusal.value.args[1] == "paths" and namespaces.WORK in client._ADVICE["paths"]
+
+
+def test_a_cgroup_holds_what_it_says_and_goes_or_none_may_be_made() -> None:
+    limits = {"concurrency": 2, "max_sessions": 2, "prefork": 1, "max_threads": 5, "memory_mb": 10, "max_disk_mb": 6}
+    try:
+        made = cgroup.Cgroup.make(f"slime-retool-test-{os.getpid()}", limits)
+    except OSError as error:
+        assert str(error)
+        return
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+    made.add(sleeper.pid)
+    files = [file for folder in made.folders for file in Path(folder).iterdir() if file.name in FILES]
+    texts = [file.read_text().strip() for file in files]
+    members = [Path(folder, "cgroup.procs").read_text().split() for folder in made.folders]
+    cgroup.remove(made.folders, 0.0)
+    assert all(map(os.path.isdir, made.folders))  # a process is in it
+    sleeper.kill()
+    sleeper.wait()
+    cgroup.remove(made.folders, 10.0)
+    # Six processes of 5 threads and 16 MiB each.
+    assert sorted(texts) == ["100663296", "30"] and all(each == [str(sleeper.pid)] for each in members)
+    assert not any(map(os.path.exists, made.folders))
+
+
+FILES = {"pids.max", "memory.max", "memory.limit_in_bytes"}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_cgroup_of_a_broker_that_was_killed_goes_as_well(level: str) -> None:
+    async def use(box: Sandbox) -> object:
+        group = (await box.stats())["cgroup"]
+        os.kill(box._client.broker_pid, signal.SIGKILL)
+        return group
+
+    group = in_box(level, use)
+    assert isinstance(group, str) or (group and not any(map(os.path.exists, group)))

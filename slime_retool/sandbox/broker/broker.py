@@ -22,7 +22,8 @@ from typing import Any
 
 from ..child import executor
 from ..wire import LENGTH
-from . import exchange, output, verdict
+from . import cgroup, exchange, output, verdict
+from .cgroup import Cgroup
 from .deadlines import Deadlines
 from .folders import Folders
 from .forks import MAX_SETUP_FAILURES, Fatal, Forks
@@ -34,6 +35,7 @@ from .started import StartedCalls
 
 _PARENT_CHECK = 2.0
 _MAX_LOST = 10_000
+_CGROUP_SECONDS = 1.0
 _LOST = {
     "zygote": "the sandbox's zygote ended",
     "cancelled": "a call in it was cancelled",
@@ -56,10 +58,17 @@ class Broker:
         self.loop.watch(client.fileno(), self._on_client)
         self.link = Link(client, self.loop)
         self.oom_kills = OomKills()
+        self.cgroup: Cgroup | None = None
+        self.no_cgroup = ""
+        """Why there is none."""
+        try:
+            self.cgroup = Cgroup.make(config["name"], self.limits)
+        except OSError as error:
+            self.no_cgroup = str(error)
         self.folders = Folders(
             self.loop, config["folder"], self.limits, lambda child: child.kill("disk"), self.on_restart
         )
-        self.forks = Forks(self.loop, config, self, self.folders, self.counts)
+        self.forks = Forks(self.loop, config, self, self.folders, self.cgroup, self.counts)
         self.kinds = self.forks.kinds
         self.richest = self.kinds.get("packages", self.kinds["plain"])
         self.sessions: collections.OrderedDict[str, Session] = collections.OrderedDict()
@@ -106,7 +115,7 @@ class Broker:
 
     def on_zygote_ready(self) -> None:
         if all(kind.ready for kind in self.kinds.values()):
-            self.link.send({"ready": True})
+            self.link.send({"ready": True, "cgroup": self.cgroup.folders if self.cgroup is not None else []})
         self._pump()
 
     def on_restart(self, why: str) -> None:
@@ -371,6 +380,8 @@ class Broker:
             "children": len(self.forks.children),
             "idle": {name: len(kind.idle) for name, kind in self.kinds.items()},
             "counts": dict(self.counts),
+            "asked": all(kind.listener is not None for kind in self.kinds.values()),
+            "cgroup": self.cgroup.folders if self.cgroup is not None else self.no_cgroup,
         }
 
 
@@ -396,3 +407,5 @@ def main(fd: int) -> None:
     finally:
         broker.forks.close()
         broker.folders.close()
+        if broker.cgroup is not None:
+            cgroup.remove(broker.cgroup.folders, _CGROUP_SECONDS)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ..boot import command
 from ..child import zygote
 from . import notify
+from .cgroup import Cgroup
 from .folders import Folders
 from .loop import Loop
 from .records import Child, Kind
@@ -50,9 +51,16 @@ class Owner(Protocol):
 
 class Forks:
     def __init__(
-        self, loop: Loop, config: dict[str, Any], owner: Owner, folders: Folders, counts: collections.Counter[str]
+        self,
+        loop: Loop,
+        config: dict[str, Any],
+        owner: Owner,
+        folders: Folders,
+        cgroup: Cgroup | None,
+        counts: collections.Counter[str],
     ) -> None:
         self._loop, self._owner, self._folders, self._counts = loop, owner, folders, counts
+        self._cgroup = cgroup
         self._pool: int = config["pool"]
         self._limits: dict[str, Any] = config["limits"]
         shared = config["zygote"] | {"limits": config["limits"]}
@@ -92,6 +100,9 @@ class Forks:
             except OSError:
                 ours.close()
                 raise
+            if self._cgroup is not None:
+                with contextlib.suppress(OSError):  # removed by somebody: each call has its own limits
+                    self._cgroup.add(kind.process.pid)
             # Before our copy of its end is closed: if it has ended already, that is then read as its end.
             ours.send(json.dumps(kind.config).encode())
         ours.setblocking(False)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import tempfile
 from typing import Any
 
 from slime_retool.sandbox.boot import command
-from slime_retool.sandbox.broker import trees
+from slime_retool.sandbox.broker import cgroup, trees
 from slime_retool.sandbox.broker.started import StartedCalls
 from slime_retool.sandbox.child.environment import package_folders
 from slime_retool.sandbox.child.namespaces import WORK
@@ -83,6 +84,7 @@ class JailClient(asyncio.Protocol):
         self._policy, self._off = policy, off
         self._private_root = policy.isolation == "namespaces" and "mount" not in off
         self._folder: str | None = None
+        self._cgroup: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -170,6 +172,7 @@ class JailClient(asyncio.Protocol):
             "limits": dataclasses.asdict(policy),
             "folder": self._folder,
             "started": self._started.fd,
+            "name": f"slime-retool-sandbox-{secrets.token_hex(8)}",
         }
 
     def _make_folder(self, packages: dict[str, str]) -> tuple[str, str]:
@@ -231,6 +234,8 @@ class JailClient(asyncio.Protocol):
         if self._ending is not None:
             await self._ending
         self._started.close()
+        if self._cgroup:  # of a broker that was killed
+            await asyncio.to_thread(cgroup.remove, self._cgroup, trees.REMOVE_SECONDS)
         if self._folder is not None:
             await asyncio.to_thread(trees.remove_tree, self._folder, trees.REMOVE_SECONDS)
 
@@ -308,6 +313,7 @@ class JailClient(asyncio.Protocol):
             logger.warning("sandbox: %s", message["event"])
         elif "ready" in message:
             assert self._ready is not None
+            self._cgroup = message["cgroup"]
             with contextlib.suppress(asyncio.InvalidStateError):
                 self._ready.set_result(None)
         else:
