@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 SEED ?= 1
 TESTS ?= tests
 WORKERS ?= 2
+SECONDS ?= 600
 RECIPES := $(patsubst examples/retool/%.sh,recipe-%,$(wildcard examples/retool/retool_*.sh))
 
 # A dozen processes here share a few cores: with more than one thread each, they spin while they wait for each other.
@@ -16,19 +17,21 @@ export OMP_NUM_THREADS ?= 1
 # Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
 export RAY_worker_niceness ?= 0
 
-.PHONY: help install test test-browser screenshots docs lint sandbox-chaos quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short lock clean
+.PHONY: help install test fuzz-sandbox sandbox-chaos test-browser screenshots docs lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short chaos-soak lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
 	@echo "make quickstart-short  the same path in a few steps, as CI runs it"
 	@echo "make minimal           the RL loop on one page, examples/minimal/rl_loop.py, with a tiny model (SEED=1)"
 	@echo "make compare-short     two RL algorithms in a few steps from one SFT checkpoint"
+	@echo "make chaos-soak        RL of the tiny model while its processes are killed at random (SEED=1, SOAK_FLAGS=...)"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint, types and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
 	@echo "make test-browser      the viewer's page in a real Chromium (needs the extra \"browser\" and a chromium)"
 	@echo "make screenshots       the same, and its pictures into docs/images"
 	@echo "make docs              the documentation as a site, outputs/site/index.html; broken links are errors"
 	@echo "make sandbox-chaos     10,000 calls by 256 callers while the sandbox's own processes are killed at random"
+	@echo "make fuzz-sandbox      random input at every border of the sandbox for ten minutes (SECONDS=600 SEED=1)"
 	@echo "make install           only the environment in $(VENV)"
 	@echo "make lock              resolve requirements/cpu.in and setup.py into the locks of CPU and GPU hosts (needs uv)"
 
@@ -70,6 +73,9 @@ docs: $(STAMP) .venv/docs/.installed
 sandbox-chaos: $(STAMP)
 	for level in namespaces landlock; do $(PY) benchmarks/sandbox_soak.py --chaos --isolation $$level || exit 1; done
 
+fuzz-sandbox: $(STAMP)
+	$(PY) tests/fuzz_sandbox.py --seconds $(SECONDS) --seed $(SEED)
+
 quickstart: $(STAMP)
 	$(PY) examples/quickstart/run.py --seed $(SEED)
 
@@ -82,6 +88,9 @@ minimal: $(STAMP)
 compare-short: $(STAMP)
 	PYTHON="$(abspath $(PY))" bash examples/retool/compare_algorithms.sh --short --algorithms gspo ppo \
 	  --output-dir outputs/compare-short
+
+chaos-soak: $(STAMP)
+	$(PY) benchmarks/chaos_soak.py --seed $(SEED) $(SOAK_FLAGS)
 
 recipes-tiny: $(RECIPES)
 

@@ -17,6 +17,7 @@ REQUIRES = [
     "pandas",
     "pyarrow",
     "aiohttp",
+    "orjson",
     "msgspec",
     "wandb",
     "tensorboard",

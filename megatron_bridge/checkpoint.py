@@ -2,6 +2,7 @@
 
     OUT/latest_checkpointed_iteration.txt     "release" (a converted checkpoint) or an iteration number
     OUT/release/  or  OUT/iter_0000012/       .metadata, *.distcp, common.pt, metadata.json (Megatron's format)
+    OUT/iter_0000012/files.json               size and digest of each file; written by trainers
 
 Keys of model weights carry no prefix: `embedding.word_embeddings.weight`, `decoder.final_layernorm.weight`,
 `output_layer.weight` (untied models only), and one key for all layers, `decoder.layers.<name>`, whose first
@@ -13,17 +14,26 @@ that a checkpoint does not depend on whether Transformer Engine was there.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
+FILES = "files.json"
+"""In the folder of a checkpoint: size and digest of each of its files."""
 RELEASE = "release"
 PART, OLD = ".part", ".old"
 """Ends of folders that are not complete, or about to be deleted; `*.part` and `*.old` of a killed run can go."""
 
 _ITERATION = re.compile(r"iter_\d{7,}")
+_PIECE = 2**20
+_PIECES = 64
+"""A file of more than this many pieces is digested in so many of them, evenly spaced: reading tens of gigabytes again
+would take longer than starting a run."""
 
 
 def checkpoint_name(iteration: int | None) -> str:
@@ -92,8 +102,62 @@ def write_latest(root: str | Path, iteration: int | None) -> None:
     """Point `root` at a checkpoint that is complete (atomic). One process calls it, after all have saved."""
     path = Path(root) / LATEST_FILE
     part = path.with_name(path.name + ".part")
-    part.write_text(RELEASE if iteration is None else str(iteration))
+    with part.open("w") as file:
+        file.write(RELEASE if iteration is None else str(iteration))
+        file.flush()
+        os.fsync(file.fileno())
     part.replace(path)
+
+
+def write_digests(directory: Path) -> None:
+    """Write `directory`/files.json, for `damage`. One process calls it, when all files are there."""
+    digests = {path.name: _digest(path) for path in sorted(directory.iterdir()) if path.name != FILES}
+    (directory / FILES).write_text(json.dumps(digests, indent=1))
+
+
+def damage(directory: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in words; None where they are as they were written.
+
+    Of a checkpoint without files.json (a converted one, say) only what Megatron cannot do without is looked for.
+    """
+    needed = [".metadata", "metadata.json"]
+    try:
+        digests = json.loads((directory / FILES).read_text()) if (directory / FILES).exists() else {}
+        for name in [*needed, *digests]:
+            if not (directory / name).is_file():
+                return f"{directory / name} is missing"
+        for name, written in digests.items():
+            found = _digest(directory / name)
+            if found["size"] != written["size"]:
+                return f"{directory / name} has {found['size']} bytes, {written['size']} were written"
+            if found != written:
+                return f"{directory / name} does not hold what was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{directory} cannot be read ({error})"
+    return None
+
+
+def _digest(path: Path) -> dict[str, int]:
+    size, crc = path.stat().st_size, 0
+    every = max(1, size // _PIECE // (_PIECES - 1))
+    with path.open("rb") as file:
+        for start in range(0, size, every * _PIECE):
+            # The last piece ends with the file.
+            file.seek(start if start + every * _PIECE < size else max(start, size - _PIECE))
+            crc = zlib.crc32(file.read(_PIECE), crc)
+    return {"size": size, "crc32": crc}
+
+
+def candidates(root: str | Path) -> list[int]:
+    """Rollouts of the checkpoints under `root` that a run may go on from, the newest first; empty for a converted one.
+
+    Raises ValueError as `latest_iteration`.
+    """
+    newest = latest_iteration(root)
+    if newest is None:
+        return []
+    found = {int(path.name[5:]) for path in Path(root).glob("iter_*") if _ITERATION.fullmatch(path.name)}
+    return [newest, *sorted((number for number in found if number < newest), reverse=True)]
 
 
 def prune(root: str | Path, keep: int) -> None:

@@ -100,12 +100,14 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def unknown_flag_message(parser: argparse.ArgumentParser, token: str) -> str:
-    """One line for a token that no flag takes, with the nearest flag where there is one."""
+    """One line for a token that no flag takes, with the flags that it begins, or the nearest one."""
     if not token.startswith("--"):
         return f"unexpected argument {token!r}: every option is a --flag; quote values that hold spaces"
     name = token.split("=", 1)[0]
-    near = difflib.get_close_matches(name, list(parser._option_string_actions), n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]}?" if near else "; see --help"
+    known = list(parser._option_string_actions)
+    begun = [flag for flag in known if flag.startswith(name)]
+    near = begun[:3] or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "; see --help"
     return f"unknown flag {name}{hint}"
 
 

@@ -134,10 +134,7 @@ def write_torch_dist(
     common: what Megatron keeps in common.pt.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    # Not more than one thread: an exception in the writer's further threads is lost, and with it the tensors.
-    # Copying ahead is for tensors on a GPU, which it would start; DirectWriter itself waits for the disk.
-    writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
-    writer.fs = _DirectFileSystem()
+    writer = direct_file_writer(directory)
     try:
         with warnings.catch_warnings(), no_checksums():
             planner = _LazySavePlanner(shapes, dtype_of, model, value_of)
@@ -147,6 +144,11 @@ def write_torch_dist(
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
     assert len(FileSystemReader(directory).read_metadata().storage_data) == len(shapes), "tensors were left out"
+    write_common(directory, common)
+
+
+def write_common(directory: Path, common: dict[str, Any]) -> None:
+    """Write what belongs to no rank: Megatron's common.pt, and metadata.json, which says how all of it is stored."""
     torch.save(common, directory / "common.pt")
     backends = {
         "sharded_backend": "torch_dist",
@@ -155,6 +157,15 @@ def write_torch_dist(
         "common_backend_version": 1,
     }
     (directory / "metadata.json").write_text(json.dumps(backends))
+
+
+def direct_file_writer(directory: Path) -> FileSystemWriter:
+    """Torch's writer of host tensors into one file of this process, past the page cache; done when the disk is."""
+    # Not more than one thread: an exception in the writer's further threads is lost, and with it the tensors.
+    # Copying ahead is for tensors on a GPU, which it would start; DirectWriter itself waits for the disk.
+    writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+    writer.fs = _DirectFileSystem()
+    return writer
 
 
 class _DirectFileSystem(FileSystem):

@@ -32,6 +32,14 @@ class DataError(UserError):
     """A data file or row that cannot be used; the message names file and row."""
 
 
+class MissingLabel(ConfigError):
+    """A data row has no label, and the reward needs one."""
+
+
+class UnreadableLabel(ConfigError):
+    """A data row's label is one that no answer is equal to, not even itself."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or of another model."""
 
@@ -42,6 +50,10 @@ class SaveError(SlimeRetoolError, RuntimeError):
 
 class WeightUpdateError(SlimeRetoolError, RuntimeError):
     """An engine did not take the new weights. Training stops: stale weights are never used silently."""
+
+
+class TrainerDied(SlimeRetoolError, RuntimeError):
+    """A process that trains ended by itself, or its host did."""
 
 
 class RolloutError(SlimeRetoolError, RuntimeError):

@@ -7,10 +7,12 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 
 class Tracker(Protocol):
@@ -64,14 +66,18 @@ class WandbTracker:
     The run's id is kept in `id_file`, where a run that resumes finds it and goes on with the same W&B run.
     """
 
-    def __init__(self, settings: Mapping[str, Any], key: str | None, id_file: Path) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], key: str | None, id_file: Path, saved_id: str | None = None
+    ) -> None:
+        """`saved_id`: that in the checkpoint which the run resumes, for a folder that has no `id_file` yet."""
         import wandb
 
         if key:
             wandb.login(key=key)
         if not id_file.exists():
-            id_file.write_text(os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
-        self._run = wandb.init(**settings, id=id_file.read_text(), resume="allow")
+            id_file.write_text(saved_id or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
+        self.id = id_file.read_text()
+        self._run = wandb.init(**settings, id=self.id, resume="allow")
         self._run.define_metric("rollout")
         self._run.define_metric("*", step_metric="rollout")
 
@@ -87,18 +93,26 @@ class WandbTracker:
 class Metrics:
     """All trackers of a run as one: metrics.jsonl in `folder`, `own`, TensorBoard's files there, a W&B run so set.
 
-    `first`: the rollout that the run begins with, beyond 0 where it resumes an earlier one in `folder`.
+    `first`: the rollout that the run begins with, beyond 0 where it resumes an earlier one, whose checkpoint held
+    `saved` (`state_dict`).
     """
 
     def __init__(
         self, folder: Path, *own: Tracker, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
-        wandb_key: str | None = None, first: int = 0,
+        wandb_key: str | None = None, first: int = 0, saved: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
+        self._ids: dict[str, str] = {}
         self._trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl"), *own]
         if tensorboard:
             self._trackers.append(TensorBoardTracker(folder / "tensorboard", first))
         if wandb is not None:
-            self._trackers.append(WandbTracker(wandb, wandb_key, folder / "wandb_id.txt"))
+            tracker = WandbTracker(wandb, wandb_key, folder / "wandb_id.txt", (saved or {}).get("wandb"))
+            self._ids["wandb"] = tracker.id
+            self._trackers.append(tracker)
+
+    def state_dict(self) -> dict[str, str]:
+        """Ids of the runs that trackers keep elsewhere, for a checkpoint."""
+        return self._ids
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker in self._trackers:
@@ -140,6 +154,31 @@ class Phases:
         return phases | {"perf/idle_seconds": step - sum(phases.values()), "perf/step_seconds": step}
 
 
+class Laps:
+    """How long the parts of a start take, one after the other: `laps("engines")` adds the seconds since the last call.
+
+    The first one begins with this process.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self._seconds: dict[str, float] = {}
+
+    def __call__(self, name: str) -> None:
+        now = time.monotonic()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """`start/<name>_seconds` of every part, and of all."""
+        named = {f"start/{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        return named | {"start/total_seconds": sum(self._seconds.values())}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
+        return f"{sum(self._seconds.values()):.1f} s: {parts}"
+
+
 def generation_speed(metrics: Mapping[str, float], gpus: int) -> dict[str, float]:
     """Tokens that the model wrote per second of the generation phase and GPU (CPU: process) of the engines."""
     if not gpus or "rollout/model_tokens" not in metrics:
@@ -165,14 +204,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     A line that was cut off when a run was killed is left out: its step was run again.
     """
     steps: dict[int, dict[str, Any]] = {}
+    for row in _rows(path):
+        steps.setdefault(row["step"], {}).update(row)
+    return [steps[step] for step in sorted(steps)]
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").split("\n"):
         if line:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            steps.setdefault(row["step"], {}).update(row)
-    return [steps[step] for step in sorted(steps)]
+            with suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+
+def is_evaluated(path: Path, step: int, sets: Iterable[str]) -> bool:
+    """Whether a metrics.jsonl has all of these evaluation sets for the weights of a step, since that was run last."""
+    found: set[str] = set()
+    for row in _rows(path) if path.exists() else ():
+        if row["step"] == step:
+            evaluation = {rest for kind, _, rest in (name.partition("/") for name in row) if kind == "eval"}
+            found = found | evaluation if evaluation else set()
+    return all(any(name.startswith(f"{each}/") for name in found) for each in sets)
 
 
 def host_bytes() -> int:

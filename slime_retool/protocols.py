@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -48,8 +49,16 @@ class Completion:
     finish_reason: str
     """"stop" (end token or stop text), "length" (max_new_tokens reached) or "abort"."""
     weight_version: int
+    """That of the last token."""
     prompt_tokens: int
     cached_tokens: int
+    versions: list[int] | None = None
+    """The weight version that wrote each id, where an update came between them."""
+
+    @property
+    def token_versions(self) -> list[int]:
+        """The weight version that wrote each id."""
+        return [self.weight_version] * len(self.ids) if self.versions is None else self.versions
 
 
 class GenerationEngine(Protocol):
@@ -74,6 +83,10 @@ class DataSource(Protocol):
 
     def return_groups(self, groups: list[list[Sample]]) -> None:
         """Groups that were drawn and not used: `next_groups` draws their prompts again before any other."""
+        ...
+
+    def sample_of_row(self, row: int, index: int, group_index: int) -> Sample:
+        """A row that was drawn before (`Sample.row`), as a fresh sample."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -128,7 +141,10 @@ class ChatEngine(Protocol):
 
 
 def load_module(path: str, flag: str = "path") -> ModuleType:
-    """Import the module of what `path` names. Raises ConfigError, naming `flag`, when it does not exist."""
+    """Import the module of what `path` names.
+
+    Raises ConfigError, naming `flag`, when it does not exist, and where when its own code raises.
+    """
     name = path.rpartition(".")[0]
     if not name or name.startswith("."):
         raise ConfigError(f"{flag} must be a dotted path such as package.module.function, got {path!r}")
@@ -136,6 +152,11 @@ def load_module(path: str, flag: str = "path") -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(f"{flag} {path!r}: cannot import {name!r} ({error}); is its folder on PYTHONPATH?") from error
+    except Exception as error:  # of the module's own code
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (last.filename, last.lineno)
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{flag} {path!r}: importing {name!r} fails in {file}, line {line} ({what})") from error
 
 
 def load_object(path: str, flag: str, kind: str = "name") -> Any:

@@ -1,18 +1,25 @@
-"""Folders that a run writes to: what an earlier run left in --output-dir, and the room on a disk.
+"""Folders that a run writes to: what an earlier run left in --output-dir, the checkpoint to go on from, room on a disk.
 
 Results are numbered by rollout: those of an earlier run would pass for metrics and samples of this one.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 from itertools import count
 from pathlib import Path
+from typing import Any
+
+from megatron_bridge.checkpoint import candidates, checkpoint_name, damage, exists
+from slime_retool.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+STATE_FILE = "trainer_state.json"
+"""Of a trainer's checkpoint: rollout id, scheduler step, and the run's own state (`extra`)."""
 RESULTS = ("metrics.jsonl", "rollouts", "eval")
 FOLLOW = ("tensorboard", "wandb_id.txt")
 """Written at every start; worth nothing without results."""
@@ -31,6 +38,40 @@ def set_aside(output_dir: str) -> Path | None:
             os.rename(folder / name, aside / name)
     logger.warning("%s holds the files of an earlier run, which this one does not resume: moved to %s", folder, aside)
     return aside
+
+
+def resume_point(load: str | None, critic_load: str | None = None) -> int | None:
+    """The rollout of the checkpoint in `load` to go on from: the newest that is whole, and so is the critic's.
+
+    None where none was saved there. A damaged one is passed over with a warning. Raises CheckpointError where all are,
+    and ValueError where the file that names the newest is damaged.
+    """
+    if load is None or not exists(load):
+        return None
+    folders = [load]
+    if critic_load is not None and exists(critic_load) and candidates(critic_load):
+        folders.append(critic_load)  # in any other one it finds its first weights
+    problems: list[str] = []
+    for rollout_id in candidates(load):
+        found = (damage(Path(folder) / checkpoint_name(rollout_id)) for folder in folders)
+        problem = next((problem for problem in found if problem is not None), None)
+        if problem is None:
+            if problems:
+                logger.warning("%s: going on from the checkpoint of rollout %d", "; ".join(problems), rollout_id)
+            return rollout_id
+        problems.append(problem)
+    if problems:
+        raise CheckpointError(f"no checkpoint in {' or '.join(folders)} is whole: {'; '.join(problems)}")
+    return None
+
+
+def saved_extra(load: str, rollout_id: int) -> dict[str, Any]:
+    """What a run kept beside the tensors of a checkpoint; empty where it is not to be read."""
+    try:
+        state = json.loads((Path(load) / checkpoint_name(rollout_id) / STATE_FILE).read_text())
+        return dict(state["extra"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # the trainers say what is wrong with it
 
 
 def free_bytes(folder: str) -> int:

@@ -7,8 +7,12 @@ With --colocate trainer and engines take turns on the same devices:
     generate -> engines give back their memory, trainers take theirs -> train -> trainers keep only weights, engines
     take room for theirs -> update -> trainers leave, engines take room for their cache -> generate
 
+With --max-staleness generation goes on beside or across all of that (rollout.stream): before an update, or before
+engines give back their memory, requests are interrupted, and go on after it.
+
 Exit codes: 0 done, 1 a failure while running, 2 a mistake in what was given (flags, data, checkpoints; one line that
-says what to change), 130 interrupted.
+says what to change), 130 interrupted: by a first Ctrl-C or SIGTERM after the step, which is saved where --save says so,
+by a second one at once.
 """
 
 from __future__ import annotations
@@ -18,24 +22,27 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
 from megatron_bridge.arithmetic import GIB
-from megatron_bridge.checkpoint import latest_rollout, prune
+from megatron_bridge.checkpoint import latest_rollout
+from slime_retool.cluster.saves import Saves
 from slime_retool.config import Config, parse_config, resolve, validate
+from slime_retool.config.devices import check_devices
 from slime_retool.config.printable import changed_flags, flag_values, print_command_line, wandb_settings
 from slime_retool.config.require import as_config_error
-from slime_retool.config.schedule import evaluates_after, saves_after, warn_of_room
+from slime_retool.config.schedule import evaluates_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.errors import run_command
+from slime_retool.errors import SlimeRetoolError, TrainerDied, run_command
 from slime_retool.health import HealthCheck
-from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes
+from slime_retool.interrupts import Interrupts
+from slime_retool.metrics import Laps, Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
 from slime_retool.protocols import load_function
-from slime_retool.run_folder import set_aside
+from slime_retool.run_folder import resume_point, saved_extra, set_aside
 
 if TYPE_CHECKING:
     from slime_retool.cluster.cluster import Cluster
@@ -43,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime_retool.train"
+ABORT_SECONDS = 0.2
+"""Engines are told again so often to end what they run: a request may have been on its way."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,42 +61,84 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: Sequence[str] | None) -> int:
+    laps = Laps()
     config = resolve(parse_config(argv))
     validate(config)
+    if not config.dry_run:
+        check_devices(config)
     with ServerFlagCheck(config) as check:
         if config.dry_run:
-            check.wait()
-            print_command_line(config, PROG)
+            rehearse(config, check)
+            print_command_line(config, PROG, f"python -m {PROG}")
         else:
-            run(config, check)
+            try:
+                laps("flags")
+                run(config, check, laps)
+            except KeyboardInterrupt:
+                logger.info(what_is_left(config))
+                raise
     return 0
 
 
-def run(config: Config, check: ServerFlagCheck) -> None:
+def what_is_left(config: Config) -> str:
+    """What an interrupted run can go on from."""
+    if config.debug_rollout_only:
+        return "nothing is trained, so that nothing is lost"
+    try:
+        saved = latest_rollout(config.save)
+    except ValueError:  # the first one was being written
+        saved = None
+    if saved is None:
+        return "no checkpoint was saved: --save DIR with --save-interval N saves one every N rollouts"
+    return f"the newest checkpoint is that of rollout {saved}; --load {config.save} goes on from it"
+
+
+def rehearse(config: Config, check: ServerFlagCheck) -> None:
+    """What ends a start before Ray does: the data, row by row, the hooks, and SGLang's answer. Writes nothing."""
+    from slime_retool.rollout.manager import RolloutManager
+
+    with RolloutManager(config):
+        check.wait()
+
+
+def run(config: Config, check: ServerFlagCheck, laps: Laps) -> None:
     """Run the whole loop. Whatever it starts is ended when it returns or raises.
 
-    `check` goes on beside the reading of the data and the start of Ray; trainers and engines wait for it.
+    `check` goes on beside the reading of the data, the start of Ray, and that of trainers and engines, none of which
+    takes a step before it has ended.
     """
     # Imported here, so that --help and configuration errors answer at once.
-    from slime_retool.cluster.cluster import Cluster
     from slime_retool.rollout.manager import RolloutManager
 
     os.makedirs(config.output_dir, exist_ok=True)
-    # The data come first: a row that cannot be used ends the start before Ray begins.
-    with RolloutManager(config) as rollout, Cluster(config) as cluster:
+    with ExitStack() as stack:
+        # The data come first: a row that cannot be used ends the start before Ray begins.
+        rollout = stack.enter_context(RolloutManager(config))
+        from slime_retool.cluster.cluster import Cluster
+
+        cluster = stack.enter_context(Cluster(config))
         config = rollout.config  # its data say how many rollouts --num-epoch makes
-        check.wait()
         first = first_rollout(config)
+        laps("data_and_ray")
+        assert config.num_rollout is not None
+        cluster.launch(config.num_rollout)
+        check.wait()
+        laps("sglang_flags")
         if first == 0:
             set_aside(config.output_dir)
         with closing(trackers_of(config, first)) as metrics:
-            Loop(config, cluster, rollout, metrics).run()
+            try:
+                Loop(config, cluster, rollout, metrics, first, laps).run()
+            finally:
+                rollout.stop_generating()
 
 
 def first_rollout(config: Config) -> int:
-    """The rollout to begin with: that after the checkpoint in --load, as the trainers will find it, else 0."""
+    """The rollout to begin with: that after the newest whole checkpoint in --load, else 0."""
+    if config.debug_rollout_only:
+        return 0
     with as_config_error():
-        saved = None if config.debug_rollout_only else latest_rollout(config.load)
+        saved = resume_point(config.load, config.of_critic().load if config.uses_critic else None)
     return 0 if saved is None else saved + 1
 
 
@@ -95,77 +146,166 @@ def trackers_of(config: Config, first: int = 0) -> Metrics:
     """metrics.jsonl, and what the flags ask for beside it; `first`: the rollout that the run begins with."""
     path = config.custom_tracker_path
     own = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
-    wandb, folder = wandb_settings(config), Path(config.output_dir)
+    saved = saved_extra(config.load, first - 1).get("trackers") if config.load is not None and first > 0 else None
     return Metrics(
-        folder, *own, tensorboard=config.use_tensorboard, wandb=wandb, wandb_key=config.wandb_key, first=first
-    )
+        Path(config.output_dir), *own, tensorboard=config.use_tensorboard, wandb=wandb_settings(config),
+        wandb_key=config.wandb_key, first=first, saved=saved,
+    )  # fmt: skip
 
 
 class Loop:
     """The loop's state: where it is, and the parts it drives."""
 
-    def __init__(self, config: Config, cluster: Cluster, rollout: RolloutManager, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, cluster: Cluster, rollout: RolloutManager, metrics: Metrics, first: int = 0,
+        laps: Laps | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            first: the rollout to begin with, after the checkpoint that trainers resume (0: they find out).
+            laps: what the start has taken so far.
+        """
         assert config.num_rollout is not None
         self._num_rollout = config.num_rollout
         self._config, self._cluster, self._rollout, self._metrics = config, cluster, rollout, metrics
+        self._resumed = first - 1 if first > 0 else None
+        self._laps = laps or Laps()
+        self._saves = Saves(config, cluster.trainers)
+        self._interrupts = Interrupts(defers=config.save is not None and not config.debug_rollout_only)
         self._engine_memory: dict[str, float] = {}
+        self._restarts = 0
+        self._first_data: dict[str, Any] = {}
+        """The position in the data that the run began with."""
         self._health = HealthCheck()
 
     def run(self) -> None:
+        with self._interrupts:
+            try:
+                self._run()
+            except SlimeRetoolError:
+                self._cluster.trainers.settle_save()
+                raise
+
+    def _run(self) -> None:
         config, end = self._config, self._num_rollout
         first = self._start()
         if first >= end > 0:
             logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, end)
         if config.eval_interval is not None and not config.skip_eval_before_train and (first < end or end == 0):
-            self._evaluate(first - 1)
+            sets = [name for name, _ in config.eval_sets]
+            if first > 0 and is_evaluated(Path(config.output_dir) / "metrics.jsonl", first - 1, sets):
+                logger.info("the evaluation after rollout %d is there already", first - 1)
+            else:
+                self._evaluate(first - 1)
+            self._laps("evaluation")
+        if first < end:
+            self._metrics.log(first, self._laps.metrics())
+            logger.info("started in %s", self._laps)
         warn_of_room(config, first)
-        if first < end and config.save is not None and config.save_interval is None and not config.debug_rollout_only:
+        only_at_end = config.save_interval is None and config.save_seconds is None
+        if first < end and config.save is not None and only_at_end and not config.debug_rollout_only:
             logger.info("--save without --save-interval: the one checkpoint is written after the last rollout")
         bar = tqdm(
-            range(first, end),
             initial=first,
             total=end,
             desc="training" if config.debug_train_only else "rollouts",
             disable=config.no_progress or None,  # None: where stderr is no terminal
         )
-        for rollout_id in bar:
-            metrics = self._step(rollout_id)
-            shown = headline(metrics)
-            bar.set_postfix(shown)
-            if bar.disable:
-                words = [f"{name} {value}" for name, value in shown.items()]
-                words.append(f"{metrics['perf/step_seconds']:.1f} s")
-                logger.info("rollout %d of %d: %s", rollout_id, end, ", ".join(words))
-            if evaluates_after(config, rollout_id):
-                self._evaluate(rollout_id)
+        with bar:
+            rollout_id = first
+            while rollout_id < end or self._saves.writing:
+                try:
+                    if rollout_id < end:
+                        self._round(bar, rollout_id)
+                        rollout_id += 1
+                    else:
+                        self._metrics.log(end - 1, self._saves.look(wait=True))
+                except TrainerDied as error:
+                    rollout_id = self._restart_trainers(rollout_id, error)
+                bar.update(rollout_id - bar.n)
         # After a run with nothing left to do the last checkpoint is the one it was to go on from.
         source = config.save if first < end else config.load if first > 0 else None
         if config.save_hf is not None and source is not None and not config.debug_rollout_only:
             self._export(source)
 
+    def _round(self, bar: tqdm[NoReturn], rollout_id: int) -> None:
+        """One step, and the evaluation after it."""
+        with self._interrupts.deferred():
+            metrics = self._step(rollout_id)
+        self._show(bar, rollout_id, metrics)
+        try:
+            if self._interrupts.asked:
+                raise KeyboardInterrupt
+            if evaluates_after(self._config, rollout_id):
+                self._evaluate(rollout_id)
+        except KeyboardInterrupt:
+            self._save_at_once(rollout_id)
+            raise
+
+    def _show(self, bar: tqdm[NoReturn], rollout_id: int, metrics: dict[str, float]) -> None:
+        """A few of a rollout's metrics beside the bar, or in a line of their own."""
+        shown = headline(metrics)
+        bar.set_postfix(shown)
+        if bar.disable:
+            words = [f"{name} {value}" for name, value in shown.items()]
+            words.append(f"{metrics['perf/step_seconds']:.1f} s")
+            logger.info("rollout %d of %d: %s", rollout_id, self._num_rollout, ", ".join(words))
+
+    def _restart_trainers(self, rollout_id: int, error: TrainerDied) -> int:
+        """Go back to the last complete checkpoint, with other trainers. Returns the next rollout's number.
+
+        Without any checkpoint that is where the run began. Raises `error` where --max-restarts allows no more.
+        """
+        config, cluster = self._config, self._cluster
+        while True:
+            saved = self._saves.newest_whole()
+            where = "the run's beginning" if saved is None else f"the checkpoint of rollout {saved} in {config.save}"
+            if self._restarts >= config.max_restarts:
+                raise TrainerDied(
+                    f"{error}; in rollout {rollout_id}, and --max-restarts {config.max_restarts} allows no further "
+                    f"start from {where}"
+                ) from error
+            self._restarts += 1
+            logger.warning(
+                "%s; in rollout %d. Trainers start again from %s (%d of %d)",
+                error, rollout_id, where, self._restarts, config.max_restarts,
+            )  # fmt: skip
+            self._rollout.stop_generating()
+            try:
+                iteration = self._resumed if saved is None else saved
+                first, state = cluster.restart_trainers(self._num_rollout, iteration, saved=saved is not None)
+                self._rollout.load_state_dict(state.get("data", self._first_data))
+                if config.num_engines:
+                    self._hand_over(Phases())
+                return first
+            except TrainerDied as again:
+                error = again
+
     def _start(self) -> int:
         """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
         config, cluster = self._config, self._cluster
         first = 0
-        if config.num_engines and not config.colocate:
-            cluster.engines.launch()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
-            first, state = cluster.trainers.start(self._num_rollout)
+            first, state = cluster.start_trainers(self._num_rollout, self._resumed, self._laps)
+            self._laps("trainers")
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
             if first > 0:
                 logger.info("resumed at rollout %d from %s", first, config.load)
                 if changes := changed_flags(config, state.get("flags", {})):
                     logger.info("flags that differ from the run that saved it: %s", ", ".join(changes))
+        self._first_data = self._rollout.state_dict()
         if config.num_engines:
-            urls = cluster.engines.start()
+            urls = cluster.start_engines()
+            self._laps("engines")
             self._engine_memory = cluster.engines.memory()
             self._rollout.connect(cluster.engines.start_router(urls))
             if not config.debug_rollout_only:
-                cluster.trainers.connect_engines(urls)
+                cluster.trainers.connect_engines(urls, first)
                 cluster.begin_training()
                 self._hand_over(Phases())
+            self._laps("router_and_weights")
         return first
 
     def _step(self, rollout_id: int) -> dict[str, float]:
@@ -175,9 +315,11 @@ class Loop:
         with phases("generate"), cluster.engines.checked():
             batch = self._rollout.generate(rollout_id)
         cluster.engines.check()
-        metrics = dict(batch.metrics)
+        metrics = batch.metrics | self._saves.look()
         if not config.debug_rollout_only:
             with phases("offload"):
+                if config.offloads_rollout:
+                    self._interrupt()
                 cluster.begin_training()
             metrics |= cluster.trainers.train(batch, rollout_id)
         # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
@@ -185,39 +327,62 @@ class Loop:
         self._health.look_at(rollout_id, metrics)
         timing: dict[str, float] = {}
         if not config.debug_rollout_only:
-            if saves_after(config, rollout_id):
+            if self._saves.due(rollout_id) or self._interrupts.asked:
                 # Now, while the trainer has its device: it leaves when the engines get its weights.
-                timing["perf/save_seconds"] = self._save(rollout_id)
-                phases.leave_out(timing["perf/save_seconds"])
+                timing |= self._save(rollout_id)
+                phases.leave_out(timing["perf/save_stall_seconds"])
+                if self._interrupts.asked:  # the engines need no weights any more
+                    self._metrics.log(rollout_id, timing)
+                    return metrics | timing | phases.metrics(metrics)
             if config.num_engines:
                 timing["rollout/weight_version"] = float(self._hand_over(phases))
         timing |= phases.metrics(metrics)
-        timing |= generation_speed(metrics | timing, config.num_engines * config.rollout_num_gpus_per_engine)
+        if not config.max_staleness:  # else generation has no phase of its own
+            timing |= generation_speed(metrics | timing, config.num_engines * config.rollout_num_gpus_per_engine)
         timing |= self._engine_memory | {"memory/driver_host_gib": host_bytes() / GIB}
         self._metrics.log(rollout_id, timing)
         return metrics | timing
 
-    def _save(self, rollout_id: int) -> float:
-        """Write a checkpoint, and delete old ones once those of all models are complete, which go on together.
-        Returns the seconds it took."""
-        config, begin = self._config, time.monotonic()
-        self._cluster.trainers.save(rollout_id, {"data": self._rollout.state_dict(), "flags": flag_values(config)})
-        if config.save_keep is not None:
-            for folder in config.save_folders.values():
-                prune(folder, config.save_keep)
-        return time.monotonic() - begin
+    def _save(self, rollout_id: int) -> dict[str, float]:
+        """Begin a checkpoint, see `Saves`."""
+        data, trackers = self._rollout.state_dict(), self._metrics.state_dict()
+        return self._saves.save(rollout_id, {"data": data, "flags": flag_values(self._config), "trackers": trackers})
+
+    def _save_at_once(self, rollout_id: int) -> None:
+        """Interrupted: let the checkpoint of the last step be complete, if there is to be one."""
+        if self._config.save is None or self._config.debug_rollout_only:
+            return
+        if self._saves.last != rollout_id:
+            if self._config.offloads_rollout:
+                self._interrupt()
+            self._cluster.begin_training()  # after a step trainers have left their devices
+            self._save(rollout_id)
+        self._saves.look(wait=True)
+        logger.info("saved after rollout %d in %s", rollout_id, self._config.save)
 
     def _hand_over(self, phases: Phases) -> int:
         """The trainer's weights into the engines, and the devices with them. Returns the weight version."""
         cluster = self._cluster
         cluster.engines.check()
+        with phases("sync"):
+            self._interrupt()
         with phases("offload"):
             cluster.begin_update()
         with phases("sync"):
             version = cluster.update_weights()
         with phases("offload"):
             cluster.begin_generation()
+        if self._config.max_staleness:
+            self._rollout.go_on(version)
         return version
+
+    def _interrupt(self) -> None:
+        """With --max-staleness: unfinished conversations leave the engines, and go on after the update."""
+        if self._config.max_staleness:
+            self._rollout.hold()
+            while not self._rollout.drained(0):
+                self._cluster.engines.abort()
+                self._rollout.drained(ABORT_SECONDS)
 
     def _evaluate(self, rollout_id: int) -> None:
         """Evaluate the weights after `rollout_id` (-1: before any training)."""

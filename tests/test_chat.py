@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,6 +28,9 @@ class RustSpy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rust, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RustSpy:
+        return self
+
     def encode(self, text: str, **options: Any) -> Any:
         self.asked.append(text)
         return self._rust.encode(text, **options)
@@ -42,7 +47,7 @@ class RustOnly:
 
     def __init__(self) -> None:
         self.added_tokens_decoder = tokenizer().added_tokens_decoder
-        self.backend_tokenizer = RustSpy(tokenizer().backend_tokenizer)
+        self.backend_tokenizer = RustSpy(copy.deepcopy(tokenizer().backend_tokenizer))
 
 
 class Slow:
@@ -121,6 +126,32 @@ def test_neither_truncation_nor_padding_that_was_left_on_changes_the_ids(left_on
     codec = TextCodec(shared)
     shared("x", **left_on)
     assert codec.encode("y" * 50) == encode("y" * 50)
+
+
+def test_a_hook_that_pads_and_truncates_in_another_thread_disturbs_no_encoding_and_is_not_disturbed() -> None:
+    shared = copy.deepcopy(tokenizer())
+    codec, text, stop = TextCodec(shared), "<|im_start|>" + "abc " * 2000, threading.Event()
+
+    def hook() -> None:
+        while not stop.is_set():
+            shared(["x", "y" * 2000], padding=True, truncation=True, max_length=9)
+            shared(["x"])
+
+    with ThreadPoolExecutor(1) as pool:
+        padding = pool.submit(hook)
+        try:
+            for _ in range(300):
+                assert codec.encode(text) == [START, *encode("abc " * 2000)]
+        finally:
+            stop.set()
+        padding.result()
+
+
+def test_tokens_added_later_are_known_to_the_next_codec() -> None:
+    shared = copy.deepcopy(tokenizer())
+    TextCodec(shared)
+    shared.add_tokens(["<new>"])
+    assert TextCodec(shared).encode("<new>") == [len(shared) - 1]
 
 
 def test_a_text_is_split_into_what_stands_before_within_and_behind_its_added_tokens() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_data_rendering import byte_tokenizer
 
 from megatron_bridge import flags
 from megatron_bridge.hf_config import read_hf_config
@@ -24,6 +25,7 @@ from slime_retool.config.groups import RolloutArgs
 from slime_retool.config.printable import flag_lines
 from slime_retool.config.schedule import with_num_rollout
 from slime_retool.errors import ConfigError
+from slime_retool.train import main as train
 
 ROOT = Path(__file__).resolve().parents[1]
 HF_CONFIG = {
@@ -62,6 +64,15 @@ def run_args(tmp_path: Path) -> dict[str, str | None]:
         "--rollout-batch-size": "4",
         "--n-samples-per-prompt": "4",
     }
+
+
+@pytest.fixture
+def startable_args(run_args: dict[str, str | None]) -> dict[str, str | None]:
+    """`run_args` with a tokenizer, as what reads the data needs."""
+    hf = Path(str(run_args["--hf-checkpoint"]))
+    byte_tokenizer().save_pretrained(hf)
+    (hf / "config.json").write_text(json.dumps(HF_CONFIG | {"vocab_size": 300}))
+    return run_args
 
 
 def argv(args: dict[str, str | None]) -> list[str]:
@@ -311,6 +322,18 @@ BAD = {
         {"--max-tokens-per-gpu": "4096"},
         "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size; add it or drop --max-tokens-per-gpu",
     ),
+    "older samples that the loss does not know": (
+        {"--max-staleness": "1"},
+        "older weights, which the loss has to know: add --use-tis (decoupled PPO) or --use-rollout-logprobs",
+    ),
+    "updates within a rollout function of one's own": (
+        {"--max-staleness": "2", "--use-tis": None, "--rollout-function-path": "rollout_hooks.rollout_that_fails"},
+        "--max-staleness 2 needs the default rollout",
+    ),
+    "staleness of given conversations": (
+        {"--max-staleness": "1", "--loss-type": "sft_loss", "--n-samples-per-prompt": "1"},
+        "--max-staleness 1 is of generated samples; drop it for sft_loss",
+    ),
     "importance limits upside down": ({"--use-tis": None, "--tis-clip-low": "3"}, "below --tis-clip 2.0, got 3.0"),
     "distillation without a teacher": ({"--distill-coef": "1"}, "--teacher-url and --distill-coef go together"),
     "a teacher at another temperature": (
@@ -320,6 +343,10 @@ BAD = {
     "adapters without a rank": ({"--lora-alpha": "8"}, "--lora-alpha has no effect without --lora-rank"),
     "adapters of rank 0": ({"--lora-rank": "0"}, "--lora-rank must be at least 1, got 0"),
     "adapters wider than the model": ({"--lora-rank": "65"}, "--lora-rank must be at most the hidden size 64, got 65"),
+    "a token for no server": ({"--sandbox-token-file": "token"}, "--sandbox-token-file has no effect without --sand"),
+    "a token that is not there": (
+        {"--sandbox-url": "http://h:1", "--sandbox-token-file": "/no/token"}, "--sandbox-token-file: no such file"
+    ),
     "adapters that count nothing": ({"--lora-rank": "4", "--lora-alpha": "0"}, "--lora-alpha must be above 0"),
     "two adapters on one layer": (
         {"--lora-rank": "4", "--lora-target-modules": "linear_qkv linear_qkv"},
@@ -500,14 +527,26 @@ def test_help_is_grouped_and_complete():
             assert re.search(rf"{re.escape(flags.option_name(field.name))}\b", text), field.name
 
 
-def test_dry_run_prints_flags_that_parse_to_the_same_configuration(run_args):
-    done = train_cli(*argv(run_args | {"--dry-run": None}))
+def test_dry_run_prints_flags_that_parse_to_the_same_configuration(startable_args):
+    args = startable_args | {"--dry-run": None}
+    done = train_cli(*argv(args))
     assert done.returncode == 0, done.stderr
-    assert parse_config(shlex.split(done.stdout.replace("\\\n", " "))[3:]) == checked(run_args | {"--dry-run": None})
+    assert parse_config(shlex.split(done.stdout.replace("\\\n", " "))[3:]) == checked(args)
 
 
-def test_a_dry_run_and_a_repr_hold_no_secret(run_args):
-    arguments = argv(run_args | {"--wandb-key": "s3cret", "--wandb-name": "mine", "--dry-run": None})
+def test_a_dry_run_refuses_what_the_start_would_and_writes_nothing(startable_args, tmp_path, capsys, caplog):
+    Path(str(startable_args["--prompt-data"])).write_text('{"prompt": "1+1?", "label": "2"}\n{"prompt": "x"}\n{\n')
+    args = startable_args | {"--dry-run": None, "--output-dir": f"{tmp_path}/out"}
+    assert train(argv(args)) == 2
+    out, error = capsys.readouterr()
+    assert "data.jsonl, row 2: it has no label to compare with" in error and "(1 more of 3 rows" in error and not out
+    assert train(argv(args | {"--skip-bad-rows": None})) == 0
+    assert "2 rows cannot be used and would be left out, the first: " in caplog.text
+    assert "--skip-bad-rows" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_and_a_repr_hold_no_secret(startable_args):
+    arguments = argv(startable_args | {"--wandb-key": "s3cret", "--wandb-name": "mine", "--dry-run": None})
     done = train_cli(*arguments)
     assert done.returncode == 0 and "--wandb-name mine" in done.stdout
     assert done.stderr == "slime_retool.train: --wandb-key is a secret and not printed\n"

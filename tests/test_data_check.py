@@ -8,6 +8,7 @@ from test_data_rendering import TOOLS, assistant, byte_tokenizer, template_ids, 
 
 from slime_retool import cli
 from slime_retool.data.readers import write_rows
+from slime_retool.reward import compute_score
 
 
 def check(capsys, *arguments):
@@ -29,7 +30,9 @@ def test_a_good_file_is_counted_rendered_and_scored(tmp_path, capsys):
         len(byte_tokenizer().apply_chat_template([user(row["problem"])], add_generation_prompt=True, return_dict=False))
         for row in rows
     ]
-    assert (code, said) == (0, "")
+    assert code == 0
+    repeated = "row 2: asks what row 1 does, and says '2' for '\\\\frac{1}{2}'"
+    assert said == f"  {tmp_path / 'math.jsonl'}, {repeated}\n"
     assert figures == {
         "file": str(tmp_path / "math.jsonl"), "rows": 3, "failures": 0, "unique_questions": 2,
         "contradictory_questions": 1, "own_answer_wrong_dapo": 0, "own_answer_wrong_math_verify": 0,
@@ -53,6 +56,18 @@ def test_bad_rows_and_answers_are_named_and_counted(tmp_path, capsys):
     assert "row 1: its own answer '}{' is not right by dapo" in said and "row 2: the row: needs one of" in said
     code, figures, said = check(capsys, tmp_path / "nowhere.jsonl")
     assert (code, figures) == (2, []) and "does not exist" in said
+
+
+def test_a_label_that_no_rule_reads_is_named_and_a_matrix_that_lost_its_row_separators_is_read(tmp_path, capsys):
+    matrix = "\\begin{pmatrix}1/5\\-18/5\\end{pmatrix}"
+    rows = [{"problem": str(i), "answer": label} for i, label in enumerate([matrix, "\\boxed{", "{2}}", "2"])]
+    write_rows(tmp_path / "labels.jsonl", rows)
+    code, (figures,), said = check(capsys, tmp_path / "labels.jsonl")
+    assert (code, figures["own_answer_wrong_dapo"], figures["own_answer_wrong_math_verify"]) == (1, 2, 2)
+    assert {row for row in range(1, 5) if f"row {row}: its own answer" in said} == {2, 3}
+    right, wrong = (matrix.replace("\\-", between) for between in ("\\\\-", "&-"))
+    assert compute_score(f"\\boxed{{{right}}}", matrix, "math_verify")["acc"]
+    assert not compute_score(f"\\boxed{{{wrong}}}", matrix, "math_verify")["acc"]
 
 
 def test_a_folder_without_a_tokenizer_is_named_by_the_flag_in_one_line(tmp_path, capsys):

@@ -8,6 +8,7 @@ import functools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AddedToken
 
 from slime_retool.chat import ChatTemplate, TextCodec, load_tokenizer
 from slime_retool.data.loss_mask import tokenize_conversation
@@ -148,21 +149,43 @@ def test_an_assistant_turn_that_opens_the_conversation_is_supervised_too():
     assert supervised_texts(messages, tokenizer=byte_tokenizer(PLAIN + PROMPT)) == ["hello<|im_end|>", "a<|im_end|>"]
 
 
-def test_beside_the_whole_conversation_only_the_text_behind_the_last_turn_is_encoded():
-    class Recording(TextCodec):
-        def encode(self, text):
-            asked.append(text)
-            return super().encode(text)
+class Recording(TextCodec):
+    """Notes what it is asked to encode."""
 
-    asked = []
-    tokenizer = byte_tokenizer(PLAIN + PROMPT)
+    def __init__(self, tokenizer):
+        self.asked = []
+        super().__init__(tokenizer)
+
+    def encode_with_marks(self, text):
+        self.asked.append(text)
+        return super().encode_with_marks(text)
+
+
+def asked_for(tokenizer, messages):
+    """The conversation as text, and what is encoded beside it to make its mask."""
     template = ChatTemplate(tokenizer)
     template.codec = Recording(tokenizer)
-    asked.clear()
-    ids, _ = tokenize_conversation(template, [user("q"), assistant("x"), user("r"), assistant("y")])
+    template.codec.asked.clear()
+    tokenize_conversation(template, messages)
+    whole = template.render(messages, generation=False)
+    assert template.codec.asked[0] == whole
+    return whole, template.codec.asked[1:]
+
+
+def test_beside_the_whole_conversation_only_the_text_behind_the_last_special_token_is_encoded():
+    messages = [user("q"), assistant("x"), user("r"), assistant("y")]
+    _, asked = asked_for(byte_tokenizer(PLAIN + PROMPT), messages)
+    assert asked == ["assistant\n", "", "assistant\n", ""]
+
+
+def test_where_special_tokens_do_not_split_the_text_that_behind_the_last_turn_is_encoded():
+    tokenizer = copy.deepcopy(byte_tokenizer(PLAIN + PROMPT))
+    tokenizer.add_tokens([AddedToken("<strip>", lstrip=True)])
+    messages = [user("q"), assistant("x"), user("r"), assistant("y")]
+    whole, asked = asked_for(tokenizer, messages)
     first, x, y = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", "x<|im_end|>", "y<|im_end|>"
     second = "\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
-    assert asked == [tokenizer.decode(ids), first, first + x, second, second + y]
+    assert asked == [first, first + x, second, second + y] and whole == first + x + second + y + "\n"
 
 
 def test_a_template_that_writes_turns_out_of_order_is_refused():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +19,7 @@ from slime_retool.cluster.cluster import Cluster
 from slime_retool.config import Config, resolve, validate
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.process import ServerError
-from slime_retool.errors import RolloutError, WeightUpdateError
+from slime_retool.errors import WeightUpdateError
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -36,11 +35,11 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
     """A tensor-parallel trainer across pretend hosts of different addresses, and an engine on each.
 
     Log-probs of the same tokens differ by less than 1e-4; after an update every tensor is the same in both engines;
-    both serve samples; that one died is an error that names it.
+    both serve samples; that one died is an error that names it, where it may not be replaced.
     """
     values = rl_values(model, tmp_path) | {
         "actor_num_nodes": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True, "rollout_num_gpus": 2,
-        "rollout_request_retries": 0, "check_weight_update_equal": True,
+        "rollout_request_retries": 0, "check_weight_update_equal": True, "max_engine_restarts": 0,
     }  # fmt: skip
     config: Config = engine_config(model / "hf", **values)
     config = resolve(config)
@@ -76,14 +75,12 @@ def test_two_hosts_with_a_trainer_rank_and_an_engine_each(model: Path, tmp_path:
                     cluster.compare_weights(2)  # the trainer has moved on
                 cluster.engines.check()
                 end_server(urls[1])
-                try:
-                    assert manager.generate(2).metrics["rollout/failed_engine"] > 0
-                except RolloutError as error:  # every group had a sample there: the router sends them as it likes
-                    assert "the last error: engine:" in str(error)
-                with pytest.raises(ServerError, match="SGLang engine 1 has died"):
-                    for _ in range(200):  # its supervisor ends what it left behind first
+                match = "SGLang engine 1 was ended by SIGKILL, and --max-engine-restarts 0 allows no further"
+                for _ in range(2):
+                    with pytest.raises(ServerError, match=match):
+                        manager.generate(2)
+                    with pytest.raises(ServerError, match=match):
                         cluster.engines.check()
-                        time.sleep(0.1)
             finally:
                 manager.close()
 

@@ -20,7 +20,7 @@ from slime_retool.commands.eval import main as eval_main
 from slime_retool.config import Config, flag
 from slime_retool.config.validate import check_batches
 from slime_retool.engine.server import kv_tokens
-from slime_retool.errors import ConfigError, EngineError, ToolUnavailable
+from slime_retool.errors import ConfigError, EngineError, RewardError, ToolUnavailable
 from slime_retool.rollout.chat_endpoint import ChatEndpoint, _is_near
 from slime_retool.rollout.context import use_context
 from slime_retool.rollout.engine_client import RouterClient
@@ -96,6 +96,15 @@ def test_the_table_does_not_call_a_figure_of_fewer_samples_by_the_whole_number()
     assert "66.7 % (k=2)" in cut
 
 
+def test_the_turns_of_the_table_are_the_assistants_as_in_training():
+    samples = [scored(0, i, "1", True) for i in range(2)]
+    samples[0].num_turns, samples[1].num_turns = 1, 2
+    config = Config(n_samples_per_eval_prompt=2, eval_prompt_data=["s", "s.jsonl"])
+    names, values = table(config, metrics := set_metrics("s", samples, config)).splitlines()
+    begin = names.index("turns")
+    assert values[begin:].split()[0] == "1.5" and metrics["eval/s/mean_turns"] == 1.5
+
+
 def test_one_problem_with_fewer_answers_does_not_take_pass_at_k_from_the_others():
     samples = [scored(group, 4 * group + i, str(i), i == 0) for group in range(3) for i in range(4)]
     for sample in samples[9:]:
@@ -129,10 +138,8 @@ def test_a_reward_alone_is_reported_as_a_reward_and_not_as_accuracy():
 
 
 def make_config(tmp_path: Any, **fields: Any) -> Config:
-    return Config(
-        output_dir=str(tmp_path), no_progress=True, n_samples_per_eval_prompt=2, rollout_max_response_len=16,
-        custom_rm_path="rollout_hooks.length_reward", **fields,
-    )  # fmt: skip
+    values = {"no_progress": True, "n_samples_per_eval_prompt": 2, "rollout_max_response_len": 16}
+    return Config(output_dir=str(tmp_path), **{**values, "custom_rm_path": "rollout_hooks.length_reward", **fields})
 
 
 async def test_a_stopped_evaluation_generates_only_what_is_missing(tmp_path):
@@ -172,6 +179,37 @@ async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
         with pytest.raises(ConfigError, match=f"samples of another evaluation .{changed} was .* new --output-dir"):
             async with use_context(other):
                 await evaluate(other, other_sets, resume=True)
+
+
+async def test_kept_samples_are_said_to_be_and_rescore_scores_them_again_without_generating(tmp_path, caplog):
+    caplog.set_level("INFO")
+    sets = {"one": [Sample(prompt=p) for p in ("ab", "cd")]}
+    path = tmp_path / "eval" / "one_-00001.jsonl"
+
+    async def run(**changes: Any) -> tuple[float, int]:
+        context = scripted_context(make_config(tmp_path, **changes), lambda text, _: text)
+        async with use_context(context):
+            metrics = await evaluate(context, sets, resume=True)
+        return metrics["eval/one/reward"], context.engine.calls
+
+    assert await run() == (2.0, 4) and "already" not in caplog.text
+    assert await run() == (2.0, 0)
+    assert "'one': 4 of 4 samples are there already and keep their scores; --rescore scores" in caplog.text
+    changed = {"custom_rm_path": "rollout_hooks.index_reward"}
+    assert await run(**changed, rescore=True) == (0.0, 0)
+    assert "4 of 4 samples are there already and are scored again" in caplog.text
+    assert await run(**changed) == (0.0, 0)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [{"score": 0.0}] * 4
+    assert [[span["name"] for span in row["spans"]] for row in rows] == [["generate", "reward"]] * 4
+    # What the samples themselves depend on may not change.
+    with pytest.raises(ConfigError, match="another evaluation .sampling was"):
+        await run(**changed, rescore=True, eval_temperature=0.3)
+    # A reward that fails leaves everything as it was.
+    files = [path.read_bytes(), path.with_suffix(".setting.json").read_bytes()]
+    with pytest.raises(RewardError, match="the judge is down"):
+        await run(rescore=True, custom_rm_path="rollout_hooks.outage_for_odd")
+    assert [path.read_bytes(), path.with_suffix(".setting.json").read_bytes()] == files
 
 
 async def test_sets_whose_names_differ_in_a_sign_have_files_of_their_own(tmp_path):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_config import argv, checked, run_args  # noqa: F401
+from test_config import argv, checked, run_args, startable_args  # noqa: F401
 
 from megatron_bridge.flags import public_values
 from slime_retool.config import Config, parse_config
@@ -132,8 +132,8 @@ def test_help_shows_a_hooks_flags_in_a_group_of_their_own(tasks: Path, capsys):
     assert shown.endswith("Task one: --one-bonus FLOAT Added. (default: 1.0; at least 0) --one-key STR Key.")
 
 
-def test_a_dry_run_prints_a_hooks_flags_but_no_secret(tasks: Path, run_args, capsys):  # noqa: F811
-    words = argv(run_args | {"--custom-rm-path": "one.reward_func", "--one-bonus": "2", "--one-key": "s3cret"})
+def test_a_dry_run_prints_a_hooks_flags_but_no_secret(tasks: Path, startable_args, capsys):  # noqa: F811
+    words = argv(startable_args | {"--custom-rm-path": "one.reward_func", "--one-bonus": "2", "--one-key": "s3cret"})
     assert train([*words, "--dry-run"]) == 0
     out, error = capsys.readouterr()
     assert "s3cret" not in out and "slime_retool.train: --one-key is a secret and not printed\n" in error

@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -20,10 +21,14 @@ from aiohttp import web
 from test_jail import LEVELS
 
 from benchmarks import sandbox_soak
-from slime_retool.errors import ConfigError
+from slime_retool.config import Config
+from slime_retool.errors import ConfigError, ToolUnavailable
+from slime_retool.recipes.retool.tool_sandbox import make_tools
 from slime_retool.sandbox import Sandbox, SandboxPolicy, Status
-from slime_retool.sandbox.host.fusion_client import FusionSandbox
+from slime_retool.sandbox.host.fusion_client import FusionSandbox, from_response
+from slime_retool.sandbox.host.policy import read_token
 from slime_retool.sandbox.host.server import Access, BadRequest, _Server, make_app
+from slime_retool.tool_use.calls import ToolCall
 
 # A level that this machine has; the refusal of the others is tested where the levels are.
 LEVEL = (*LEVELS, "none")[0]
@@ -309,3 +314,116 @@ async def test_concurrent_requests_share_the_limit_of_calls() -> None:
     async with serving(make_app(POLICY)) as url, FusionSandbox(url, POLICY) as box:
         results = await asyncio.gather(*(box.run(f"print({i} ** 2)") for i in range(40)))
     assert [result.stdout for result in results] == [f"{i**2}\n" for i in range(40)]
+
+
+NONCE = "n0nce"
+FORGED_REPORTS = [
+    "",
+    "garbage",
+    "{",
+    "5",
+    "[]",
+    "null",
+    "[null, null, null]",
+    '{"error": 5, "limit": null, "result": null, "exit_code": null}',
+    '{"error": null, "limit": [], "result": null, "exit_code": null}',
+    '{"error": null, "limit": null, "result": {}, "exit_code": null}',
+    '{"error": null, "limit": null, "result": null, "exit_code": "1"}',
+    '{"error": null, "other": 1}',
+    "[" * 100_000,
+    '{"error": 1' + "0" * 5000 + "}",
+    f'{NONCE}{{"error": null}}',
+]
+
+
+@pytest.mark.parametrize("report", FORGED_REPORTS, ids=range(len(FORGED_REPORTS)))
+def test_a_report_that_the_program_forged_is_an_error_of_its_own(report: str) -> None:
+    """An outage is dropped, so a program that could make one could drop what it did badly."""
+    run = {"status": "Finished", "return_code": 0, "stdout": "x", "stderr": f"before{NONCE}{report}"}
+    result = from_response({"status": "Success", "run_result": run}, NONCE, 0.0, 1.0)
+    assert (result.status, result.stdout, result.stderr) == (Status.ERROR, "x", "before")
+    assert "interfered with the report" in result.error
+
+
+BROKEN_REPLIES = [
+    [],
+    5,
+    {},
+    {"status": "Success"},
+    {"status": "Success", "run_result": []},
+    {"status": "Success", "run_result": {}},
+    {"status": "Success", "run_result": {"status": "Finished", "stderr": 5}},
+    {"status": "Success", "run_result": {"status": "Finished", "stdout": []}},
+    {"status": "Success", "run_result": {"status": "Finished", "return_code": "0"}},
+    {"status": "Success", "run_result": {"status": "Finished", "execution_time": "long"}},
+    {"status": "Success", "run_result": {"status": "Finished", "execution_time": 10**400}},
+    {"status": "Success", "run_result": {"status": "Finished"}, "files": {"f": "not base64!"}},
+    {"status": "Success", "run_result": {"status": "Finished"}, "files": {"f": 5}},
+    {"status": "Success", "run_result": {"status": "Finished"}, "files": ["f"]},
+]
+
+
+async def test_a_server_that_does_not_speak_the_protocol_is_an_outage_and_a_flood_is_none() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == "/deep/run_code":
+            return web.Response(text="[" * 100_000)
+        if request.path == "/flood/run_code":
+            return web.Response(body=b" " * (65 << 20))
+        return web.json_response(BROKEN_REPLIES[int(request.path.split("/")[1])])
+
+    app = web.Application()
+    app.router.add_post("/{which}/run_code", answer)
+    async with serving(app) as url:
+        results = {}
+        for which in ("deep", "flood", *range(len(BROKEN_REPLIES))):
+            async with FusionSandbox(f"{url}/{which}", POLICY) as box:
+                results[which] = await box.run("1", fetch_files=("f",))
+    flood = results.pop("flood")
+    assert (flood.status, flood.limit) == (Status.ERROR, "output") and "more than 64 MB" in flood.error
+    assert {result.status for result in results.values()} == {Status.UNAVAILABLE}, results
+
+
+def test_a_reply_holds_only_files_that_were_asked_for_and_the_codes_of_processes() -> None:
+    run = {"status": "Finished", "return_code": -11, "stdout": None, "stderr": None, "execution_time": float("nan")}
+    body = {"status": "Failed", "run_result": run, "files": {"a": "YQ==", "../../b": "YQ=="}}
+    crashed = from_response(body, NONCE, 0.0, 1.0, ("a", "c"))
+    assert (crashed.status, crashed.exit_code, crashed.files, crashed.wall_s) == (Status.KILLED, -11, {"a": b"a"}, 0.0)
+    assert "SIGSEGV" in crashed.error
+    run["return_code"] = 3
+    left = from_response(body, NONCE, 0.0, 1.0)
+    assert (left.status, left.exit_code, left.files) == (Status.ERROR, 3, {})
+
+
+async def test_the_clients_limits_and_arguments_are_those_of_the_jail() -> None:
+    async with FusionSandbox("http://127.0.0.1:9", POLICY) as box:
+        for arguments in ({"timeout": float("nan")}, {"timeout": -1}, {"seed": "x"}, {"files": {"a": "text"}}):
+            with pytest.raises(ConfigError):
+                await box.run("1", **arguments)
+        large = await box.run("#" * (2 << 20))
+        odd = await box.run("1", stdin="\ud83d")
+    assert large.status is Status.ERROR and "at most 1048576 are run" in large.error
+    assert odd.status is Status.UNAVAILABLE  # of the address; the text could be sent
+
+
+async def test_the_recipes_tool_sends_its_token_to_a_server_of_another_host(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    token = read_token(tmp_path / "token")
+    call = ToolCall("code_interpreter", {"code": "print(6 * 7)"})
+    async with serving(make_app(POLICY, access=Access(token=token))) as url:
+        known, stranger = (
+            Config(sandbox_url=url, sandbox_token_file=file, tool_retries=0) for file in (str(tmp_path / "token"), None)
+        )
+        async with make_tools(known) as registry:
+            assert (await registry.execute(call)).text == "42"
+        async with make_tools(stranger) as registry:
+            with pytest.raises(ToolUnavailable, match="401"):
+                await registry.execute(call)
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"two\nlines", "é".encode(), b"\xff", b"\0"])
+def test_a_token_that_no_header_can_hold_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(ConfigError, match="token file"):
+        read_token(tmp_path / "token")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(tmp_path / "missing")

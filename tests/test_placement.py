@@ -16,8 +16,9 @@ from ray_utils import Host, pretend_hosts
 
 from slime_retool.cluster import placement as placement_module
 from slime_retool.cluster.files import check_files
-from slime_retool.cluster.placement import Placement, Slot, _check_hosts, place
+from slime_retool.cluster.placement import Placement, Slot, place
 from slime_retool.config import Config
+from slime_retool.config.devices import check_hosts
 from slime_retool.errors import ConfigError
 
 SUBSET = "2,3,10,11"
@@ -157,7 +158,7 @@ def test_what_no_free_cluster_could_hold_is_refused_at_once(hosts: Hosts, values
 
 def test_a_cluster_without_a_gpu_is_answered_with_the_device_that_there_is() -> None:
     with pytest.raises(ConfigError, match="needs 3 GPUs and finds none; use --device cpu"):
-        _check_hosts({"all": [1]}, [2], [])
+        check_hosts({"all": [1]}, [2], [])
 
 
 def test_gpus_that_others_hold_are_an_error_and_nothing_stays_reserved(

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_data_rendering import byte_tokenizer
 from test_model_scripts import published_config
 
 from slime_retool.config import Config, parse_config
 from slime_retool.config.validate import _check_room
+from slime_retool.data.readers import write_rows
 from slime_retool.train import main as train
 
 ROOT = Path(__file__).parents[1]
@@ -49,14 +51,17 @@ def config_of(tmp_path: Path, script: str, *extra: str, **environment: str) -> C
 
 
 def real_paths(tmp_path: Path, script: str) -> dict[str, str]:
-    """Variables that point at the real model's config.json and one row of data."""
+    """Variables that point at the real model's config.json, with a small tokenizer, and one row of data."""
     name, changed = next(value for start, value in MODELS.items() if script.startswith(start))
     for folder in ("hf", "ref"):
         (tmp_path / folder).mkdir()
     config = {**published_config(name), **changed, "max_position_embeddings": 262144}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     (tmp_path / "ref" / "latest_checkpointed_iteration.txt").write_text("release")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "label": "1"}\n')
+    byte_tokenizer().save_pretrained(tmp_path / "hf")
+    answer = {"role": "assistant", "content": "Answer: \\boxed{1}"}
+    row = {"prompt": [{"role": "user", "content": "q"}], "label": "1"}
+    write_rows(tmp_path / "rows.jsonl", [row | {"messages": [*row["prompt"], answer]}])
     rows = str(tmp_path / "rows.jsonl")
     return {
         "HF_CHECKPOINT": str(tmp_path / "hf"), "REF_LOAD": str(tmp_path / "ref"), "SAVE_DIR": str(tmp_path / "save"),

@@ -31,6 +31,9 @@ def tex(value: Fraction) -> str:
 
 
 rationals = st.fractions(-(10**6), 10**6, max_denominator=997)
+flipped = {"<": ">", "\\le": "\\ge", ">": "<", "\\ge": "\\le"}
+python = {"<": "<", "\\le": "<=", ">": ">", "\\ge": ">="}
+sympy_name = {"[]": "Interval", "()": "Interval.open", "(]": "Interval.Lopen", "[)": "Interval.Ropen"}
 squarefree = st.sampled_from([2, 3, 5, 6, 7, 10, 11, 13, 14, 15, 17, 19, 21, 22, 23])
 
 
@@ -109,11 +112,32 @@ def test_intervals(low: Fraction, width: Fraction, left: str, right_bracket: str
             f"\\left{left}{tex(low)}, {tex(high)}\\right{right_bracket}",
             f"x \\in {left}{low},{high}{right_bracket}",
             f"{tex(low)} {below} x {above} {tex(high)}",
+            f"{tex(high)} {flipped[above]} x {flipped[below]} {tex(low)}",
+            f"({low} {python[below]} x) & (x {python[above]} {high})",
+            f"{sympy_name[left + right_bracket]}({low}, {high})",
         ],
         [
             f"{other[left]}{tex(low)},{tex(high)}{right_bracket}",
             f"{left}{tex(low)},{tex(high)}{other[right_bracket]}",
             f"{left}{tex(low)},{tex(high + 1)}{right_bracket}",
             f"{left}{tex(low - 1)},{tex(high)}{right_bracket}",
+            f"{tex(low)} {flipped[above]} x {flipped[below]} {tex(high)}",
+            f"{sympy_name[other[left] + right_bracket]}({low}, {high})",
         ],
+    )
+
+
+@pytest.mark.timeout(300)
+@runs(rationals, st.sampled_from(["<", "\\le", ">", "\\ge"]))
+def test_half_lines(bound: Fraction, sign: str) -> None:
+    closed = sign in ("\\le", "\\ge")
+    left, right_bracket = ("[", "]") if closed else ("(", ")")
+    below = f"(-\\infty,{tex(bound)}{right_bracket}"
+    above = f"{left}{tex(bound)},\\infty)"
+    truth, wrong = (below, above) if sign in ("<", "\\le") else (above, below)
+    other = {"<": "\\le", "\\le": "<", ">": "\\ge", "\\ge": ">"}[sign]
+    check(
+        f"x {sign} {tex(bound)}",
+        [truth, f"{bound} {flipped[sign]} x", f"{tex(bound)} {flipped[sign]} x", f"x {python[sign]} {bound}"],
+        [wrong, f"{tex(bound)} {sign} x", f"x {other} {tex(bound)}", f"{bound + 1} {flipped[sign]} x"],
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from slime_retool.engine.process import ServerError
 from slime_retool.errors import EngineError
 from slime_retool.rollout.engine_client import (
     ROUTING_HEADER,
@@ -158,6 +161,42 @@ async def test_no_more_requests_are_in_flight_than_allowed():
     assert most == 3
 
 
+@pytest.mark.parametrize("charset", ["utf-8", "utf-16"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": [1, -0.25, null, true], "b": "\\u00e9 \\ud83d\\ude42 é"}',
+        '{"a": NaN}', "[Infinity, -Infinity, 1e400]", '"a lone \\ud83d, cut from its pair"', '{"a": 1, "a": 2}',
+    ],
+)  # fmt: skip
+async def test_a_reply_is_read_as_python_reads_json(text: str, charset: str):
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=text.encode(charset), content_type="application/json", charset=charset)
+
+    async with served(answer) as client:
+        assert repr(await client.post("/generate", {})) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize("body", [b"", b" ", b"{", b"[1,]", b'"\xff"', b"\xef\xbb\xbf1"])
+async def test_a_reply_that_is_not_json_gives_nothing(body: bytes):
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+    async with served(answer) as client:
+        with pytest.raises(EngineError, match="not JSON|cannot be used"):
+            await client.generate([1], {})
+
+
+async def test_log_probs_come_back_to_the_last_bit():
+    values = [-(2.0**-k) / 3 for k in range(60)]
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(reply([*range(60)], values))
+
+    async with served(answer) as client:
+        assert (await client.generate([1], {})).log_probs == values
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -203,6 +242,32 @@ def test_a_teacher_of_other_tokens_is_refused(entries: Any, message: str):
         parse_prompt_log_probs({"meta_info": {"input_token_logprobs": entries}}, [7, 8])
 
 
+@pytest.mark.parametrize(("ids", "log_probs"), [([5, 6, 7], [-0.1, -0.2]), ([5, 6], [-0.1, -0.2, -0.3])])
+def test_of_an_aborted_request_what_has_both_id_and_log_prob_counts(ids: list[int], log_probs: list[float]):
+    aborted = reply(finish_reason={"type": "abort"})
+    aborted["output_ids"] = ids
+    entries = zip(log_probs, (5, 6, 7), strict=False)
+    aborted["meta_info"]["output_token_logprobs"] = [[value, token, None] for value, token in entries]
+    completion = parse_completion(aborted)
+    assert (completion.ids, completion.log_probs) == ([5, 6], [-0.1, -0.2])
+    aborted["meta_info"]["finish_reason"] = {"type": "length"}
+    with pytest.raises(EngineError, match="log-probs of"):
+        parse_completion(aborted)
+
+
+async def test_requests_of_one_cache_key_are_told_apart_from_others():
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response(reply())
+
+    async with served(answer) as client:
+        await client.generate([1], {}, cache_key="3")
+        await client.generate([1], {})
+    assert asked[0]["extra_key"] == "3" and "extra_key" not in asked[1]
+
+
 def test_an_aborted_request_may_come_back_empty():
     aborted = reply(ids=[], finish_reason={"type": "abort", "message": "Abort in waiting queue"})
     del aborted["meta_info"]["prompt_tokens"], aborted["meta_info"]["cached_tokens"]  # as SGLang 0.5.15 leaves them out
@@ -212,3 +277,99 @@ def test_an_aborted_request_may_come_back_empty():
     del completed["meta_info"]["cached_tokens"]
     with pytest.raises(EngineError, match="cached_tokens"):
         parse_completion(completed)
+
+
+class Service:
+    """Stands for an `EngineService`: `finds` says what each look finds, `looks` counts them."""
+
+    def __init__(self, url: str, finds: Callable[[Service], None]) -> None:
+        self.url, self.finds = url, finds
+        self.faults = self.looks = 0
+        self.serving = True
+
+    def look(self) -> None:
+        self.looks += 1
+        self.finds(self)
+
+
+@asynccontextmanager
+async def kept(answers: list[Answer], finds: Callable[[Service], None]) -> AsyncIterator[tuple[RouterClient, Service]]:
+    """A client without retries of a service whose first requests are answered so, all further ones well."""
+    seen: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        seen.append(await request.json())
+        return await (answers.pop(0) if answers else well)(request)
+
+    async def well(_: web.Request) -> web.StreamResponse:
+        assert len({tuple(body["input_ids"]) for body in seen}) == 1, "asked again with other ids"
+        return web.json_response(reply())
+
+    async with served(answer) as plain:
+        service = Service(plain._url, finds)
+        async with RouterClient(plain._url, service=service, concurrency=8, timeout=60, retries=0) as client:
+            yield client, service
+
+
+async def lost(_: web.Request) -> web.StreamResponse:
+    return web.Response(status=500, text="the engine closed the connection")
+
+
+async def test_a_request_whose_engine_died_is_asked_again_and_is_no_try_of_its_own():
+    def died(service: Service) -> None:
+        service.faults += 1
+
+    async with kept([lost] * 5, died) as (client, service):
+        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+        stats = client.take_stats()
+    assert (service.looks, stats.moved, stats.retries, stats.requests) == (5, 5, 0, 1)
+
+
+async def test_a_request_that_failed_where_no_engine_did_is_a_failed_try():
+    async with kept([lost], lambda service: None) as (client, service):
+        with pytest.raises(EngineError, match="failed 1 times"):
+            await client.generate([1, 2], {})
+        assert client.take_stats().moved == 0
+    assert service.looks == 1
+
+
+async def test_while_no_engine_serves_requests_wait_and_then_go_to_the_new_router(monkeypatch):
+    monkeypatch.setattr("slime_retool.rollout.engine_client.SERVING_POLL_SECONDS", 0.01)
+
+    def come_back_later(service: Service) -> None:
+        service.serving = service.looks > 4
+        if service.looks == 1:
+            service.faults += 1
+            service.url, service.real = "http://127.0.0.1:1", service.url
+        if service.serving:
+            service.url = service.real
+
+    async with kept([lost], come_back_later) as (client, service):
+        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+    assert service.looks == 5
+
+
+async def test_a_request_never_goes_to_a_router_that_was_replaced_before():
+    async with kept([], lambda service: None) as (client, service):
+        client._url = "http://127.0.0.1:1"  # where it was when the client was made
+        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+    assert service.looks == 0
+
+
+async def test_the_end_of_the_service_is_an_error_of_its_own():
+    def over(service: Service) -> None:
+        raise ServerError("no further replacement")
+
+    async with kept([lost], over) as (client, _):
+        with pytest.raises(ServerError, match="no further replacement"):
+            await client.generate([1, 2], {})
+
+
+async def test_requests_that_fail_together_share_a_look():
+    def died(service: Service) -> None:
+        time.sleep(0.2)
+        service.faults += 1
+
+    async with kept([lost] * 8, died) as (client, service):
+        await asyncio.gather(*(client.generate([1, 2], {}) for _ in range(8)))
+    assert 1 <= service.looks <= 2

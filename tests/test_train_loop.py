@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any
 import pytest
 
 from megatron_bridge import convert
-from megatron_bridge.checkpoint import checkpoint_name, write_latest
+from megatron_bridge.checkpoint import checkpoint_name, latest_iteration, write_latest
 from slime_retool.cluster.engines import Engines
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
-from slime_retool.errors import DataError, RolloutError
-from slime_retool.metrics import Metrics, read_metrics
+from slime_retool.errors import DataError, RolloutError, TrainerDied
+from slime_retool.metrics import Laps, Metrics, read_metrics
 from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -45,19 +46,24 @@ class Parts:
     @property
     def trainers(self) -> SimpleNamespace:
         return SimpleNamespace(
-            start=lambda num_rollout: (self.first, {}),
             train=lambda batch, rollout_id: self.train(batch, rollout_id),
-            save=lambda rollout_id, extra: self.save(rollout_id, extra),
+            save=lambda rollout_id, extra, background: self.save(rollout_id, extra),
+            finish_save=lambda wait: self.finish_save(wait),
+            settle_save=self.nothing,
             connect_engines=self.nothing,
         )
 
     @property
     def engines(self) -> SimpleNamespace:
-        engines = SimpleNamespace(
-            launch=self.nothing, start=list, start_router=self.nothing, memory=dict, check=self.check
-        )
+        engines = SimpleNamespace(start_router=self.nothing, memory=dict, check=self.check)
         engines.checked = partial(Engines.checked, engines)
         return engines
+
+    def start_trainers(self, num_rollout: int, iteration: int | None, laps: Laps) -> tuple[int, dict[str, Any]]:
+        return self.first, {}
+
+    def start_engines(self) -> list[str]:
+        return []
 
     def update_weights(self) -> int:
         return 1
@@ -65,10 +71,13 @@ class Parts:
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
         return {}
 
+    def finish_save(self, wait: bool) -> float | None:
+        return 0.0
+
     def nothing(self, *_: object) -> dict[str, float]:
         return {}
 
-    connect = begin_training = begin_update = begin_generation = save = state_dict = nothing
+    connect = begin_training = begin_update = begin_generation = save = state_dict = stop_generating = nothing
 
 
 MODEL = {
@@ -112,6 +121,93 @@ def test_the_exported_checkpoint_is_the_last_one_there_is(first, values, source,
     assert exported == ([] if source is None else [str(tmp_path / source)])
 
 
+class Told(Parts):
+    """Notes what the loop does with engines that generate across updates; a request ends when it is told twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.running = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("begin_training", "begin_update", "update_weights", "begin_generation", "hold"):
+            self.events.append(name)
+        return super().__getattribute__(name)
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        self.events.append("generate")
+        self.running = 2
+        return super().generate(rollout_id)
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        self.events.append("train")
+        return {}
+
+    @property
+    def engines(self) -> SimpleNamespace:
+        return SimpleNamespace(**super().engines.__dict__, abort=self.abort)
+
+    def hold(self) -> None: ...
+
+    def abort(self) -> None:
+        self.events.append("abort")
+        self.running -= 1
+
+    def drained(self, seconds: float) -> bool:
+        return self.running == 0
+
+    def go_on(self, version: int) -> None:
+        self.events.append(f"go on {version}")
+
+
+@pytest.mark.parametrize("turns", [True, False], ids=["in turns", "side by side"])
+def test_requests_are_interrupted_before_an_update_or_before_engines_leave(turns: bool, tmp_path: Path):
+    parts = Told()
+    values = {"num_rollout": 1, "max_staleness": 1, "save": None, "save_hf": None, "colocate": True}
+    loop(tmp_path, parts, offload_rollout=turns, offload_train=turns, **values).run()
+    update = ["begin_update", "update_weights", "begin_generation", "go on 1"]
+    first = ["begin_training", "hold", *update, "generate"]  # the first weights: nothing runs yet
+    ended = ["hold", "abort", "abort"]
+    if turns:
+        assert parts.events == [*first, *ended, "begin_training", "train", "hold", *update]
+    else:
+        assert parts.events == [*first, "begin_training", "train", *ended, *update]
+
+
+EVALUATED = {"step": 1, "eval/a/reward": 0.5}
+TRAINED = {"step": 1, "train/loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([TRAINED, EVALUATED, {"step": 1, "eval/b/reward": None}], []),
+        ([EVALUATED, TRAINED, EVALUATED | {"eval/b/reward": 1.0}, {"step": 2, "train/loss": 0.1}], []),
+        ([TRAINED, EVALUATED], [1]),
+        ([TRAINED, EVALUATED | {"eval/bb/reward": 1.0}], [1]),
+        ([TRAINED, EVALUATED | {"step": 0, "eval/b/reward": 1.0}], [1]),
+        ([EVALUATED | {"eval/b/reward": 1.0}, TRAINED], [1]),
+        ([TRAINED], [1]),
+        ([], [1]),
+    ],
+    ids=["both", "again", "one of two", "another set", "another step", "before it was run again", "none", "no file"],
+)
+def test_a_resumed_run_evaluates_first_only_what_was_not_evaluated(lines, expected, tmp_path: Path):
+    if lines:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluated: list[int] = []
+
+    class Evaluating(Parts):
+        def evaluate(self, rollout_id: int) -> dict[str, float]:
+            evaluated.append(rollout_id)
+            return {"eval/a/reward": 0.5, "eval/b/reward": 0.5}
+
+    sets = {"eval_prompt_data": ["a", "a.jsonl", "b", "b.jsonl"], "eval_interval": 4, "save_hf": None}
+    loop(tmp_path, Evaluating(first=2), num_rollout=3, **sets).run()
+    assert evaluated == [*expected, 2]  # and after the last
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "eval/a/reward" in row][-1] == 2
+
+
 def test_a_resumed_run_says_where_it_goes_on_and_which_flags_have_changed(tmp_path: Path, caplog):
     caplog.set_level("INFO")
     kept: dict[str, Any] = {}
@@ -120,11 +216,8 @@ def test_a_resumed_run_says_where_it_goes_on_and_which_flags_have_changed(tmp_pa
         def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
             kept.update(json.loads(json.dumps(extra)))
 
-        @property
-        def trainers(self) -> SimpleNamespace:
-            trainers = super().trainers
-            trainers.start = lambda num_rollout: (self.first, {"flags": kept["flags"]} if kept else {})
-            return trainers
+        def start_trainers(self, *_: object) -> tuple[int, dict[str, Any]]:
+            return self.first, {"flags": kept["flags"]} if kept else {}
 
     values = {"save_hf": None, "wandb_key": "s3cret", "rollout_num_gpus": 1}
     loop(tmp_path, Resumed(), **values).run()
@@ -222,10 +315,191 @@ def test_a_checkpoint_is_written_while_the_trainer_has_its_device_and_after_its_
             known.extend(read_metrics(tmp_path / "metrics.jsonl"))
             clock[0] += 100
 
-    for module in ("train", "metrics"):
+    for module in ("train", "metrics", "cluster.saves"):
         monkeypatch.setattr(f"slime_retool.{module}.time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
     loop(tmp_path, Recorder(), num_rollout=1, save_hf=None, rollout_num_gpus=1).run()
     assert calls[-6:] == ["begin_training", "train", "save", "begin_update", "update_weights", "begin_generation"]
     assert known[0]["train/loss"] == 0.5 and "perf/step_seconds" not in known[0]
     row = read_metrics(tmp_path / "metrics.jsonl")[0]
-    assert (row["perf/save_seconds"], row["perf/step_seconds"], row["perf/idle_seconds"]) == (100, 7, 7)
+    assert (row["perf/save_stall_seconds"], row["perf/step_seconds"], row["perf/idle_seconds"]) == (100, 7, 7)
+
+
+class Clocked(SavingParts):
+    """Steps of ten seconds each; a save is being written until the loop has waited for it, or looked `looks` times."""
+
+    def __init__(self, folder: Path, *, looks: int, now: list[float]) -> None:
+        super().__init__(folder)
+        self.looks, self.now, self.events = looks, now, []
+        self.left = 0
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        self.now[0] += 10
+        self.events.append(rollout_id)
+        return {}
+
+    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+        assert self.left == 0, "the save before it goes on"
+        super().save(rollout_id, extra)
+        self.events.append(f"save {rollout_id}")
+        self.left = self.looks
+
+    def finish_save(self, wait: bool) -> float | None:
+        self.left = 0 if wait else self.left - 1
+        if wait:
+            self.events.append("wait")
+        return None if self.left else 3.0
+
+
+@pytest.mark.parametrize(
+    ("looks", "flags", "events"),
+    [
+        (1, {"save_interval": 2}, [0, 1, "save 1", 2, 3, "save 3", "wait"]),
+        (9, {"save_interval": 2}, [0, 1, "save 1", 2, 3, "wait", "save 3", "wait"]),
+        (1, {"save_seconds": 15.0}, [0, 1, "save 1", 2, 3, "save 3", "wait"]),
+        (1, {"save_seconds": 10.0}, [0, "save 0", 1, "save 1", 2, "save 2", 3, "save 3", "wait"]),
+        (1, {"save_seconds": 1000.0}, [0, 1, 2, 3, "save 3", "wait"]),
+    ],
+    ids=["written by the next step", "slow disk", "every second step is late", "each is", "none is"],
+)
+def test_a_save_goes_on_beside_the_next_steps_and_never_beside_another(looks, flags, events, tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("slime_retool.cluster.saves.time", SimpleNamespace(monotonic=lambda: now[0]))
+    parts = Clocked(tmp_path / "new", looks=looks, now=now)
+    loop(tmp_path, parts, num_rollout=4, save_hf=None, **flags).run()
+    assert parts.events == events
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    saved = [row["step"] for row in rows if "perf/save_stall_seconds" in row]
+    assert saved == [int(event.split()[1]) for event in events if str(event).startswith("save")]
+    assert sum(row.get("perf/save_seconds", 0) == 3.0 for row in rows) >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["train", "evaluate", "update"])
+def test_a_first_signal_ends_the_run_after_the_step_with_a_checkpoint(where, number, tmp_path, caplog):
+    caplog.set_level("INFO")
+
+    class Interrupted(SavingParts):
+        trained = 0
+
+        def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+            if where == "train":
+                signal.raise_signal(number)
+            self.trained += 1
+            return {}
+
+        def evaluate(self, rollout_id: int) -> dict[str, float]:
+            if rollout_id >= 0:
+                signal.raise_signal(number)
+                raise AssertionError("the evaluation goes on")
+            return {}
+
+        def update_weights(self) -> int:
+            if where == "update" and self.trained:
+                signal.raise_signal(number)
+            return 1
+
+    before = signal.getsignal(number)
+    parts = Interrupted(tmp_path / "new")
+    evaluated = {"eval_interval": 1, "eval_prompt_data": ["set", "set.jsonl"]} if where == "evaluate" else {}
+    with pytest.raises(KeyboardInterrupt):
+        loop(tmp_path, parts, num_rollout=5, save_hf=None, rollout_num_gpus=1, **evaluated).run()
+    assert parts.trained == 1 and latest_iteration(tmp_path / "new") == 0
+    assert f"saved after rollout 0 in {tmp_path / 'new'}" in caplog.text
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("flags", [{}, {"save": None}], ids=["the second", "the first, with nothing to save"])
+def test_a_signal_ends_the_run_at_once(flags, tmp_path):
+    class Interrupted(SavingParts):
+        def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+            for _ in range(1 if flags else 2):
+                signal.raise_signal(signal.SIGTERM)
+            raise AssertionError("the step goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        loop(tmp_path, Interrupted(tmp_path / "new"), num_rollout=5, save_hf=None, **flags).run()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_holds_the_id_of_the_trackers_run(tmp_path):
+    kept: dict[str, Any] = {}
+
+    class Keeping(Parts):
+        def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+            kept.update(extra)
+
+    run = loop(tmp_path, Keeping(), save_hf=None)
+    run._metrics.state_dict()["wandb"] = "a1b2"
+    run.run()
+    assert kept["trackers"] == {"wandb": "a1b2"}
+
+
+class Dying(SavingParts):
+    """Trainers that die in the given rollouts, each once; `first` of each start."""
+
+    def __init__(self, folder: Path, dies_in: list[int]) -> None:
+        super().__init__(folder)
+        self.dies_in, self.trained, self.data = dies_in, [], []
+        self.position = 0
+        self.restarts: list[bool] = []
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        self.position += 1
+        return super().generate(rollout_id)
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        if rollout_id in self.dies_in:
+            self.dies_in.remove(rollout_id)
+            raise TrainerDied("a process of the run ended")
+        self.trained.append(rollout_id)
+        return {}
+
+    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
+        super().save(rollout_id, extra)
+        for name in (".metadata", "metadata.json"):
+            (self.folders[0] / checkpoint_name(rollout_id) / name).touch()
+        self.data.append((rollout_id, extra["data"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    def restart_trainers(
+        self, num_rollout: int, iteration: int | None, *, saved: bool
+    ) -> tuple[int, dict[str, Any]]:
+        assert iteration == (self.data[-1][0] if saved else None)
+        self.restarts.append(saved)
+        if "start" in self.dies_in:
+            self.dies_in.remove("start")
+            raise TrainerDied("a process of the run ended")
+        return (self.data[-1][0] + 1, {"data": self.data[-1][1]}) if saved else (0, {})
+
+
+def test_after_a_trainers_death_the_run_goes_on_from_the_last_checkpoint_it_saved(tmp_path: Path, caplog):
+    parts = Dying(tmp_path / "new", [3])
+    loop(tmp_path, parts, num_rollout=5, save_interval=2, save_hf=None).run()
+    assert parts.trained == [0, 1, 2, 2, 3, 4] and parts.restarts == [True] and parts.position == 5
+    [line] = [message for message in caplog.messages if "start again" in message]
+    where = f"the checkpoint of rollout 1 in {tmp_path / 'new'} (1 of 3)"
+    assert line == f"a process of the run ended; in rollout 3. Trainers start again from {where}"
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_without_a_checkpoint_of_its_own_a_run_begins_again(tmp_path: Path):
+    (tmp_path / "new").mkdir()
+    write_latest(tmp_path / "new", 7)  # an earlier run's
+    parts = Dying(tmp_path / "new", [1])
+    loop(tmp_path, parts, num_rollout=3, save_interval=10, save_hf=None).run()
+    assert parts.trained == [0, 0, 1, 2] and parts.restarts == [False] and parts.position == 3
+
+
+def test_deaths_also_while_starting_are_counted_and_the_last_one_is_raised(tmp_path: Path):
+    parts = Dying(tmp_path / "new", [1, "start"])
+    loop(tmp_path, parts, num_rollout=2, save_interval=1, save_hf=None, max_restarts=2).run()
+    assert parts.restarts == [True, True] and parts.trained == [0, 1]
+    parts = Dying(tmp_path / "again", [1, 1])
+    run = loop(tmp_path, parts, num_rollout=2, save_interval=1, save=str(tmp_path / "again"), max_restarts=1)
+    with pytest.raises(TrainerDied, match="in rollout 1, and --max-restarts 1 allows no further start from the check"):
+        run.run()

@@ -23,7 +23,6 @@ from trainer_utils import VOCAB_SIZE, gradients, make_trainer, random_samples, s
 
 from slime_retool import run_folder
 from slime_retool.errors import SaveError
-from slime_retool.trainer import checkpoint
 from slime_retool.types import RolloutBatch, TrainSample
 
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.02}
@@ -213,7 +212,7 @@ def _killed(rank: int, world_size: int, root: str) -> dict[str, Any]:
             (Path(path) / ".metadata").unlink()
             raise KeyboardInterrupt
 
-    with mock.patch.object(checkpoint.shutil, "rmtree", killed), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(shutil, "rmtree", killed), pytest.raises(KeyboardInterrupt):
         trainer.save(4, {"run": 2})
     trainer.shutdown()
     trainer = make_trainer(rank, world_size, config)
@@ -249,7 +248,7 @@ def _full(rank: int, world_size: int, root: str) -> dict[str, Any]:
 
     try:
         with (
-            mock.patch.object(checkpoint.shutil, "rmtree", late_rmtree),
+            mock.patch.object(shutil, "rmtree", late_rmtree),
             mock.patch.object(run_folder, "nearest_existing", nearest_before_it_goes),
         ):
             trainer.save(1, {})

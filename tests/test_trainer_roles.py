@@ -148,7 +148,7 @@ def _resume(rank: int, world_size: int, root: str) -> dict[str, Any]:
         trainer.train(batches[i], i)
     trainer.save(1, {"seen": 2})
     straight = run(trainer, 2)
-    trainer.critic.save(2, {})  # what a kill between the critic's save and the actor's leaves behind
+    save_critic(trainer, 2)  # what a kill between the critic's save and the actor's leaves behind
     final = weights(trainer), weights_of_critic(trainer)
     trainer.shutdown()
     trainer = make_trainer(rank, world_size, config)
@@ -159,11 +159,16 @@ def _resume(rank: int, world_size: int, root: str) -> dict[str, Any]:
     return {"start": start, "state": state, "straight": straight, "resumed": resumed, "final": final, "got": got}
 
 
+def save_critic(trainer: Any, rollout_id: int) -> None:
+    staged = trainer.critic.stage(rollout_id, {}, trainer.writer.copies)
+    trainer.writer.write([staged], background=False)
+
+
 def _lost_critic(rank: int, world_size: int, root: str) -> str:
     """The actor resumes from rollout 1, the critic's folder has only rollout 9."""
     trainer = make_trainer(rank, world_size, _config(root, "ppo", critic_save=f"{root}/other", save=f"{root}/unused"))
     trainer.load()
-    trainer.critic.save(9, {})
+    save_critic(trainer, 9)
     trainer.shutdown()
     trainer = make_trainer(rank, world_size, _config(root, "ppo", critic_load=f"{root}/other"))
     try:

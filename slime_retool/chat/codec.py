@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,13 +23,16 @@ class TextCodec:
     between two added tokens is encoded by itself, so what is short is encoded once. Where an added token takes part of
     the text around it (`lstrip`, say), the tokenizer gets the whole text. A byte-level tokenizer's ids are decoded by a
     table of their bytes.
+
+    The Rust tokenizer is a copy: a hook's call that pads or truncates writes to the shared one, which fails in either
+    thread ("Already borrowed") while the other one encodes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._rust = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        self._short = lru_cache(maxsize=1024)(lambda text: tuple(self._encode(text)))
         self._added = {str(token.content): number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._rust = _own_copy(tokenizer.backend_tokenizer, len(self._added)) if tokenizer.is_fast else None
+        self._short = lru_cache(maxsize=1024)(lambda text: tuple(self._encode(text)))
         # Longest first, so that of two tokens with a common beginning the whole one is found, as the tokenizer does.
         ordered = sorted(self._added, key=lambda token: (-len(token), token))
         self._split = re.compile(f"({'|'.join(map(re.escape, ordered))})") if 0 < len(ordered) <= _MAX_ADDED else None
@@ -38,17 +42,26 @@ class TextCodec:
         self._bytes = _byte_table(self._rust, list(self._added.values())) if self._rust is not None else None
 
     def encode(self, text: str) -> list[int]:
+        return self.encode_with_marks(text)[0]
+
+    def encode_with_marks(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids, and (character, index of the next id) behind each added token; the latter none where text around one is
+        not encoded by itself."""
         if self._split is None:
-            return self._encode(text)
+            return self._encode(text), []
         ids: list[int] = []
+        marks: list[tuple[int, int]] = []
+        character = 0
         for part in self._split.split(text):
+            character += len(part)
             if part in self._added:
                 ids.append(self._added[part])
+                marks.append((character, len(ids)))
             elif len(part) <= _SHORT:
                 ids += self._short(part)
             else:
                 ids += self._encode(part)
-        return ids
+        return ids, marks
 
     def split_at_added(self, text: str) -> tuple[str, list[int], str] | None:
         """Text before the first added token, ids from there through the last one, text behind it.
@@ -80,10 +93,19 @@ class TextCodec:
         return texts
 
     def _encode(self, text: str) -> list[int]:
-        # The wrapper switches truncation and padding on and off inside; the last caller may have left them on.
-        if self._rust is not None and self._rust.truncation is None and self._rust.padding is None:
+        if self._rust is not None:
             return self._rust.encode(text, add_special_tokens=False).ids
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+@lru_cache(maxsize=2)
+def _own_copy(rust: Any, num_added: int) -> Any:
+    """A copy without truncation and padding. Being only read, it is shared by all codecs of one tokenizer (making it
+    takes half a second for 150,000 tokens). `num_added` tells a tokenizer to which tokens were added since."""
+    own = copy.deepcopy(rust)
+    own.no_truncation()
+    own.no_padding()
+    return own
 
 
 class _ByteTable(dict[int, bytes]):
@@ -113,6 +135,6 @@ def _byte_table(rust: Any, added: Sequence[int]) -> _ByteTable | None:
     if type(rust.decoder).__name__ != "ByteLevel":
         return None
     table = _ByteTable(rust)
-    probes = [*range(min(1024, rust.get_vocab_size())), *added]
+    probes = [*range(min(1024, rust.get_vocab_size(with_added_tokens=False))), *added]
     decoded = b"".join(map(table.__getitem__, probes)).decode("utf-8", "replace")
     return table if decoded == rust.decode(probes, skip_special_tokens=False) else None

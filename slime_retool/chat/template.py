@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from megatron_bridge.checkpoint import what_it_is
 from megatron_bridge.hf_config import check_tokenizer
 from slime_retool.chat.codec import TextCodec
 from slime_retool.errors import ConfigError, DataError
-from slime_retool.types import Message, ToolSchema
+from slime_retool.types import ROLES, Message, ToolSchema
 
 TURN_MARK = "qzturnqz"
 """A word that no data row and no template holds, and that templates neither strip, split nor escape."""
@@ -72,7 +72,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template; use an instruct model's tokenizer")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.codec = TextCodec(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self._prompt = lru_cache(maxsize=256)(lambda key: tuple(self._encode_prompt(*json.loads(key))))
@@ -87,7 +87,7 @@ class ChatTemplate:
         from jinja2.exceptions import TemplateError
 
         try:
-            return self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages, tools=list(tools) if tools else None, add_generation_prompt=generation, tokenize=False
             )
         except (TemplateError, TypeError, KeyError) as error:
@@ -121,7 +121,28 @@ class ChatTemplate:
 
     @cached_property
     def end_token_id(self) -> int:
-        return self._tokenizer.convert_tokens_to_ids(self.end_token)
+        return self.tokenizer.convert_tokens_to_ids(self.end_token)
+
+    @cached_property
+    def control_texts(self) -> tuple[str, ...]:
+        """The tokenizer's special and added tokens that the template writes around turns, as text."""
+        try:
+            written = self.render([_ASK, _REPLY, _ASK], generation=False)
+        except DataError:
+            return ()
+        return tuple(token for token in self._special_texts() if token in written)
+
+    def refuse_control_texts(self, messages: Sequence[Message], roles: Container[str] = ROLES) -> None:
+        """Raise DataError for messages of these roles with `control_texts` in them, which would end or begin a turn."""
+        for i, message in enumerate(messages):
+            if message["role"] not in roles:
+                continue
+            said = [message["content"], json.dumps(message.get("tool_calls", ""), ensure_ascii=False)]
+            for control in self.control_texts:
+                if any(control in text for text in said):
+                    raise DataError(
+                        f"message {i} holds {control!r}, which the chat template uses to separate turns; remove it"
+                    )
 
     @cached_property
     def stop_ids(self) -> list[int]:
@@ -160,11 +181,12 @@ class ChatTemplate:
     def _encode_prompt(self, prompt: list[Message] | str, tools: Sequence[ToolSchema] | None) -> list[int]:
         return self.codec.encode(prompt if isinstance(prompt, str) else self.render(prompt, tools))
 
-    def _first_special(self, text: str) -> str:
-        """The special token that stands first in `text`, the longest of several; empty when there is none.
+    def _special_texts(self) -> list[str]:
+        """Special and added tokens: base models often do not list the chat's as special, but have them as added."""
+        added = (str(token.content) for token in self.tokenizer.added_tokens_decoder.values())
+        return list(dict.fromkeys([*map(str, self.tokenizer.all_special_tokens), *added]))
 
-        Base models often do not list the chat's tokens as special, but have them as added ones.
-        """
-        added = (str(token.content) for token in self._tokenizer.added_tokens_decoder.values())
-        tokens = [token for token in (*self._tokenizer.all_special_tokens, *added) if token in text]
+    def _first_special(self, text: str) -> str:
+        """The special token that stands first in `text`, the longest of several; empty when there is none."""
+        tokens = [token for token in self._special_texts() if token in text]
         return min(tokens, key=lambda token: (text.find(token), -len(token)), default="")

@@ -9,7 +9,7 @@ import psutil
 import ray
 
 from slime_retool.config import Config
-from slime_retool.engine.process import ServerError
+from slime_retool.engine.kernel_cache import make_kernel_cache
 from slime_retool.trainer.rendezvous import Rendezvous
 from slime_retool.types import TrainSample
 
@@ -40,8 +40,19 @@ class TrainerActor:
         self._rendezvous = Rendezvous(self._host)
         return self._rendezvous.init_method
 
-    def start(self, init_method: str) -> tuple[int, dict[str, Any]]:
-        """Join the group, build the model, load a checkpoint. Returns the first rollout's number and saved state."""
+    def prepare(self) -> None:
+        """Import what `start` and the first steps need, which takes seconds and no device."""
+        if self._config.on_cuda:
+            make_kernel_cache(self._config.kernel_cache_dir)
+        from slime_retool.trainer import imports  # noqa: F401
+
+    def start(
+        self, init_method: str, iteration: int | None = None, *, stay: bool = False
+    ) -> tuple[int, dict[str, Any]]:
+        """Join the group, build the model, load a checkpoint: that of rollout `iteration`, or the newest.
+
+        Returns the first rollout's number and, on rank 0, the saved state.
+        """
         from slime_retool.trainer.core import Trainer
 
         if self._rendezvous is not None:
@@ -54,13 +65,14 @@ class TrainerActor:
             init_method=init_method,
             roles=self._roles,
         )
-        state = self._trainer.load()
+        first, state = self._trainer.load(iteration)
         if self._config.offloads_train:
             from slime_retool.trainer.offload import TrainerMemory
 
             self._memory = TrainerMemory(self._trainer)
-            self._memory.offload()
-        return state
+            if not stay:
+                self._memory.offload()
+        return first, state if self._rank == 0 else {}
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Leave the device; with --offload-train only."""
@@ -74,16 +86,24 @@ class TrainerActor:
         """Call a method of `trainer.core.Trainer`. Tensors are [N] on the CPU."""
         return getattr(self._trainer, method)(*arguments)
 
+    def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None:
+        self._trainer.save(rollout_id, extra, background=background)
+
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
 
-    def connect_engines(self, urls: list[str]) -> None:
+    def connect_engines(self, urls: list[str], version: int = 0) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
 
-        self._sync = WeightSync(self._trainer, urls, host=self._host)
+        self._sync = WeightSync(self._trainer, urls, host=self._host, version=version)
 
-    def update_weights(self, *, asleep: bool = False) -> int:
+    def update_weights(self, engines: dict[int, str], *, asleep: bool = False) -> int:
+        self._sync.set_engines(engines)
         return self._sync.update(asleep=asleep)
+
+    def give_weights(self, engines: dict[int, str], *, asleep: bool = False) -> None:
+        self._sync.set_engines(engines)
+        self._sync.repeat(asleep=asleep)
 
     def weight_checksums(self) -> dict[str, str]:
         return self._sync.weight_checksums()
@@ -107,19 +127,23 @@ class EngineActor:
         self._engine: Any = None
 
     def start(self) -> str:
-        """Start the server and wait until it is healthy. Returns its URL."""
+        """Start the server, anew if there was one, and wait until it is healthy. Returns its URL."""
         from slime_retool.engine.server import EngineProcess
 
+        self.stop()
         self._engine = EngineProcess(self._config, rank=self._rank, devices=self._gpus, host=self._host)
         return self._engine.url
 
-    def check(self) -> None:
-        """Raise ServerError with the end of the log when the server has died."""
-        if not self._engine.alive:
-            raise ServerError(
-                f"SGLang engine {self._rank} has died: it {self._engine.ending}. The end of its log:\n"
-                f"{self._engine.log_tail()}"
-            )
+    def ended(self) -> str | None:
+        """How the server ended, in words; None while it lives."""
+        engine = self._engine
+        if engine is None:
+            return "is gone: its owner was started again"
+        return None if engine.alive else engine.ending
+
+    def log_tail(self) -> str:
+        """The last lines that the server wrote."""
+        return "" if self._engine is None else self._engine.log_tail()
 
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the engine holds it, by Hugging Face name."""

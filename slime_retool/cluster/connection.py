@@ -14,11 +14,13 @@ import ray
 from ray.exceptions import RayError
 
 from slime_retool.config import Config
+from slime_retool.config.devices import OWN_CLUSTER, ray_address
 from slime_retool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 START_TRIES = 3
 START_TIMED_OUT = "timed out during startup"
+TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 
 
 def connect(config: Config) -> None:
@@ -32,9 +34,8 @@ def connect(config: Config) -> None:
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder and os.path.isdir(folder))
     env = {"env_vars": {"PYTHONPATH": path}}
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "runtime_env": env}
-    # `ray job submit` says by RAY_ADDRESS in which cluster its command runs.
-    address = config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
-    if address != "local":
+    address = ray_address(config)
+    if address != OWN_CLUSTER:
         logger.info("joining the Ray cluster at %s", address)
         try:
             # Where nothing listens Ray itself would try for ever.
@@ -51,6 +52,8 @@ def connect(config: Config) -> None:
         # "local": without an address Ray joins whatever instance it finds on the host, another run's as well.
         # Processes here reserve no CPUs, so any number of them fits on any machine.
         logger.info("starting Ray")
+        # Of its token, which nobody else needs in a cluster of one's own, Ray would warn at every start.
+        logging.getLogger(TOKEN_LOGGER).setLevel(logging.ERROR)
         # Room for a few rollout batches (Ray's default takes a third of the memory).
         store = min(max(psutil.virtual_memory().total // 10, 80_000_000), 8_000_000_000)
         options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": store}

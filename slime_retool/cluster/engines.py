@@ -3,53 +3,129 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from slime_retool.cluster.actors import EngineActor
 from slime_retool.cluster.placement import Slot
-from slime_retool.cluster.remote import call, end, quietly, results
+from slime_retool.cluster.remote import STOP_SECONDS, call, end, first_line, quietly, results
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
-from slime_retool.engine.process import ServerError
 from slime_retool.engine.router import RouterProcess
 from slime_retool.engine.server import engine_workers
+from slime_retool.engine.upkeep import EngineService, Upkeep
 from slime_retool.errors import ConfigError, SlimeRetoolError, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
+ABORT_SECONDS = 5.0
+"""For an engine to take note that its requests are to end."""
+
+
+QUESTION_SECONDS = 30.0
+"""For an actor to say whether its engine lives."""
+# Ray's worker would kill the supervisor of an engine as it ends, before that could end the engine's own processes.
+KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "0"}
+
+
+class _OwnEngine:
+    """An `EngineHost`: an actor of this run, which Ray starts again where it dies."""
+
+    replaceable = True
+
+    def __init__(self, actor: Any, number: int) -> None:
+        self._actor, self.name = actor, f"SGLang engine {number}"
+
+    def start(self) -> str:
+        return results(call([self._actor], "start"))[0]
+
+    def ended(self) -> str | None:
+        try:
+            return ray.get(self._actor.ended.remote(), timeout=QUESTION_SECONDS)
+        except RayError as error:
+            return f"lost its owner ({type(error).__name__})"
+
+    def stop(self) -> None:
+        try:
+            ray.get(self._actor.stop.remote(), timeout=STOP_SECONDS)
+        except RayError as error:
+            logger.warning("the owner of %s does not answer and is started again: %s", self.name, first_line(error))
+            quietly(self.name, lambda: ray.kill(self._actor, no_restart=False))
+
+    def log_tail(self) -> str:
+        try:
+            return ray.get(self._actor.log_tail.remote(), timeout=QUESTION_SECONDS)
+        except RayError:
+            return ""
+
+
+class _ExternalEngine:
+    """An `EngineHost`: a server that others started, and others end."""
+
+    replaceable = False
+
+    def __init__(self, url: str) -> None:
+        self._url, self.name = url, f"the engine {url} of --rollout-external-urls"
+
+    def start(self) -> str:
+        raise AssertionError("others start it")
+
+    def ended(self) -> str | None:
+        return None
+
+    def stop(self) -> None: ...
+
+    def log_tail(self) -> str:
+        return ""
+
 
 class Engines:
-    """SGLang servers of this run, or those of --rollout-external-urls."""
+    """SGLang servers of this run, or those of --rollout-external-urls, and the router in front of them."""
 
-    def __init__(self, config: Config, slots: Sequence[list[Slot]] = (), *, several_hosts: bool = False) -> None:
-        """`slots`: places of the workers of each engine that this run starts."""
+    def __init__(
+        self,
+        config: Config,
+        slots: Sequence[list[Slot]] = (),
+        *,
+        several_hosts: bool = False,
+        give_weights: Callable[[Mapping[int, str]], bool] = lambda engines: True,
+    ) -> None:
+        """
+        Args:
+            slots: places of the workers of each engine that this run starts.
+            give_weights: see `engine.upkeep.Upkeep`; by default engines serve what they start with.
+        """
         self._config, self._slots, self._several_hosts = config, slots, several_hosts
+        self._give_weights = give_weights
         self._actors: list[Any] = []
         self._starting: list[Any] = []
         """What `launch` leaves to wait for: the URL of each engine."""
-        self._admins: list[EngineAdmin] = []
-        self._router: RouterProcess | None = None
+        self._urls: list[str] = []
+        self._upkeep: Upkeep | None = None
+        self._released: set[MemoryTag] = set()
+        """What all engines have given back."""
 
     def launch(self) -> None:
         """Let every engine start in the background; `start` waits for them.
 
-        Only where trainers have other devices (no --colocate): an engine takes its share of what it finds free.
+        An engine takes its share of the memory that it finds free (see `Cluster.launch`).
         """
         assert not self._starting
         if self._config.rollout_external_urls:
             return
         config = self._config.for_actors()
         logger.info("starting %d SGLang engine(s), whose logs are in %s/logs", config.num_engines, config.output_dir)
-        shipped = ray.put(config)
         for index, slots in enumerate(self._slots):
             # The first slot puts the actor on their host; the server itself is given all devices by number.
             gpus = [slot.gpu for slot in slots if slot.gpu is not None] or None
-            actor = EngineActor.options(**slots[0].options())  # type: ignore[attr-defined]
-            self._actors.append(actor.remote(shipped, index, gpus, several_hosts=self._several_hosts))
+            options = slots[0].options(KEEP_CHILDREN) | {"max_restarts": -1}
+            actor = EngineActor.options(**options)  # type: ignore[attr-defined]
+            self._actors.append(actor.remote(config, index, gpus, several_hosts=self._several_hosts))
         self._starting = call(self._actors, "start")
 
     def start(self) -> list[str]:
@@ -59,7 +135,7 @@ class Engines:
             self.launch()
         starting, self._starting = self._starting, []
         urls = external or results(starting)
-        self._admins = [EngineAdmin(url, timeout=self._config.distributed_timeout_minutes * 60) for url in urls]
+        self._urls = urls
         if external:
             self._check_external()
         return urls
@@ -80,17 +156,69 @@ class Engines:
                     "engines alike) or --update-weight-transport disk"
                 )
 
-    def start_router(self, urls: list[str]) -> str:
-        """Start the router in front of `urls`. Returns its URL."""
-        self._router = RouterProcess(self._config, urls)
-        return self._router.url
+    @property
+    def _admins(self) -> list[EngineAdmin]:
+        return [self._admin(url) for url in self.current().values()]
+
+    def _admin(self, url: str) -> EngineAdmin:
+        return EngineAdmin(url, timeout=self._config.distributed_timeout_minutes * 60)
+
+    def current(self) -> dict[int, str]:
+        """{number: URL} of the engines that have started, with or without the current weights."""
+        return dict(enumerate(self._urls)) if self._upkeep is None else self._upkeep.engines()
+
+    @property
+    def service(self) -> Upkeep:
+        """The router and the engines behind it, once the router has started."""
+        assert self._upkeep is not None
+        return self._upkeep
+
+    def start_router(self, urls: list[str]) -> EngineService:
+        """Start the router in front of `urls`, and watch over all from now on."""
+        config = self._config
+        hosts = [_OwnEngine(actor, number) for number, actor in enumerate(self._actors)]
+        self._upkeep = Upkeep(
+            hosts or [_ExternalEngine(url) for url in urls],
+            urls,
+            make_router=partial(RouterProcess, config),
+            give_weights=self._give_weights,
+            max_restarts=config.max_engine_restarts,
+            hang_seconds=config.engine_hang_timeout,
+        )
+        return self._upkeep
 
     def check(self) -> None:
-        """Raise when an engine or the router has died since the last look."""
-        results(call(self._actors, "check"))
-        if self._router is not None and not self._router.alive:
-            router = self._router
-            raise ServerError(f"the router has died: it {router.ending}. The end of its log:\n{router.log_tail()}")
+        """Raise when an engine or the router has died that may not be replaced any more."""
+        if self._upkeep is not None:
+            self._upkeep.check()
+
+    def others_run(self, engines: Mapping[int, str]) -> bool:
+        """Whether any engine but these serves or starts."""
+        return self._upkeep is not None and self._upkeep.others_run(engines)
+
+    def hold(self, *, settle: bool = False) -> None:
+        """No engine joins or starts until `let_go`. `settle`: first wait for those that start."""
+        if self._upkeep is not None:
+            self._upkeep.hold(settle=settle)
+
+    def let_go(self) -> None:
+        """The engines have the current weights and generate."""
+        if self._upkeep is not None:
+            self._upkeep.let_go()
+
+    def drop_dead(self, *, asleep: bool) -> bool:
+        """Whether engines have died since `hold`; they are left out from now on. `asleep`: all are to be paused."""
+        if self._upkeep is None:
+            return False
+        before = self._upkeep.engines()
+        dropped = self._upkeep.drop_dead()
+        for number, url in self._upkeep.engines().items() if asleep else ():
+            if before.get(number) != url:
+                engine = self._admin(url)
+                engine.pause()
+                engine.flush_cache()
+                engine.release_memory(sorted(self._released))
+        return dropped
 
     @contextmanager
     def checked(self) -> Iterator[None]:
@@ -117,32 +245,48 @@ class Engines:
         metrics["memory/engine_kv_cache_tokens"] = min(report["kv_cache_tokens"] for report in reports)
         return metrics
 
+    def abort(self) -> None:
+        """Tell every engine to end the requests that it runs; each comes back with what it has.
+
+        Never raises: a request of an engine that does not answer fails by itself.
+        """
+
+        def tell(engine: EngineAdmin) -> None:
+            with suppress(WeightUpdateError):
+                EngineAdmin(engine.url, timeout=ABORT_SECONDS).abort()
+
+        every_engine(self._admins, tell)
+
     def release(self, *tags: MemoryTag) -> None:
-        """Pause, and give back memory, where --offload-rollout says so."""
-        if self._config.offloads_rollout:
+        """Pause, and give back memory, where --offload-rollout says so; what is given back already stays so."""
+        wanted: list[MemoryTag] = [tag for tag in tags if tag not in self._released]
+        if self._config.offloads_rollout and wanted:
             every_engine(self._admins, lambda engine: engine.pause())
             every_engine(self._admins, lambda engine: engine.flush_cache())
-            every_engine(self._admins, lambda engine: engine.release_memory(tags))
+            every_engine(self._admins, lambda engine: engine.release_memory(wanted))
+            self._released.update(wanted)
 
     def resume_memory(self, *tags: MemoryTag) -> None:
         """Take memory again, still paused."""
-        if self._config.offloads_rollout:
-            every_engine(self._admins, lambda engine: engine.resume_memory(tags))
+        wanted: list[MemoryTag] = [tag for tag in tags if tag in self._released]
+        if wanted:
+            every_engine(self._admins, lambda engine: engine.resume_memory(wanted))
+            self._released.difference_update(wanted)
 
     def resume(self) -> None:
         """Go on generating."""
         if self._config.offloads_rollout:
             every_engine(self._admins, lambda engine: engine.resume())
 
-    def weight_checksums(self) -> list[dict[str, str]]:
-        """Checksum of each tensor, by Hugging Face name, of every engine that this run started."""
-        return results(call(self._actors, "weight_checksums"))
+    def weight_checksums(self, numbers: Iterable[int] | None = None) -> list[dict[str, str]]:
+        """Checksum of each tensor, by Hugging Face name, of engines that this run started (default: all that live)."""
+        chosen = self.current() if numbers is None else numbers
+        return results(call([self._actors[number] for number in chosen if self._actors], "weight_checksums"))
 
     def stop_router(self) -> None:
         """End the router; never raises."""
-        if self._router is not None:
-            quietly("the router", self._router.stop)
-            self._router = None
+        if self._upkeep is not None:
+            quietly("the router", self._upkeep.close)
 
     def close(self) -> None:
         """End all engines; never raises."""

@@ -23,6 +23,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime_retool.config import Config
+from slime_retool.config.devices import check_hosts, gpus_asked
 from slime_retool.errors import ConfigError
 
 PLACEMENT_SECONDS = 120.0
@@ -90,12 +91,8 @@ def place(config: Config) -> Placement:
 def _place_on_gpus(config: Config, placement: Placement) -> None:
     per_engine = config.rollout_num_gpus_per_engine
     own_engines = 0 if config.rollout_external_urls else config.num_engines
-    groups = config.trainer_groups
-    if config.debug_rollout_only:  # colocated engines still take the first one's
-        groups = groups[:1] if config.colocate else []
-    trainers = {roles: [group.actor_num_gpus_per_node] * group.actor_num_nodes for roles, group in groups}
-    engines = [] if config.colocate else [per_engine] * own_engines
-    _check_hosts(trainers, engines, sorted((gpus for gpus in _gpus_by_node().values() if gpus), reverse=True))
+    trainers, engines = gpus_asked(config)
+    check_hosts(trainers, engines, sorted((gpus for gpus in _gpus_by_node().values() if gpus), reverse=True))
     wanted = {name: sizes for name, sizes in (*trainers.items(), ("engines", engines)) if sizes}
     found: dict[str, list[list[Slot]]] = {}
     # The largest first: what is left over is then more likely to hold the small ones.
@@ -145,40 +142,6 @@ def _by_number(gpu: str) -> tuple[int, str]:
 def _gpus_by_node() -> dict[str, int]:
     """GPUs of every living host of the cluster, by Ray's node id."""
     return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
-
-
-def _check_hosts(trainers: dict[str, list[int]], engines: list[int], hosts: list[int]) -> None:
-    """Refuse what `hosts` (their GPUs, most first) could not hold even if all of them were free.
-
-    `trainers`: GPUs on each host, by the roles of a group.
-    """
-    names = {roles: "actor" if roles == "all" else roles for roles in trainers}
-    shares = [(sum(sizes), f"for the {names[roles]}") for roles, sizes in trainers.items()]
-    total, present = sum(map(sum, (*trainers.values(), engines))), sum(hosts)
-    if present == 0 < total:
-        raise ConfigError(
-            f"--device cuda: the run needs {total} GPUs and finds none; use --device cpu, or make CUDA_VISIBLE_DEVICES "
-            "show them"
-        )
-    if present < total:
-        parts = ", ".join(f"{gpus} {what}" for gpus, what in (*shares, (sum(engines), "for engines")))
-        raise ConfigError(
-            f"the run needs {total} GPUs ({parts}) but the cluster has {present}; lower --actor-num-gpus-per-node or "
-            "--rollout-num-gpus, or add --colocate"
-        )
-    shown = " and ".join(map(str, hosts))
-    for roles, bundles in trainers.items():
-        name = names[roles]
-        if sum(gpus >= bundles[0] for gpus in hosts) < len(bundles):
-            raise ConfigError(
-                f"--{name}-num-nodes {len(bundles)} x --{name}-num-gpus-per-node {bundles[0]} needs {len(bundles)} "
-                f"host(s) of at least {bundles[0]} GPUs, the cluster's hosts have {shown}; set both to what there is"
-            )
-    if engines and engines[0] > hosts[0]:
-        raise ConfigError(
-            f"an engine of --rollout-num-gpus-per-engine {engines[0]} would span hosts, which have {shown} GPUs; "
-            f"use at most {hosts[0]}"
-        )
 
 
 def _place_on_cpus(config: Config, placement: Placement) -> None:

@@ -11,9 +11,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slime_retool.engine.process import ServerError
+from slime_retool.errors import SlimeRetoolError
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 60.0
+DEATH_SECONDS = 5.0
+"""For Ray to learn that a process died, after its peers saw it."""
 
 
 def call(actors: list[Any], method: str, *arguments: Any, **options: Any) -> list[Any]:
@@ -21,8 +24,8 @@ def call(actors: list[Any], method: str, *arguments: Any, **options: Any) -> lis
     return [getattr(actor, method).remote(*arguments, **options) for actor in actors]
 
 
-def results(refs: list[Any]) -> list[Any]:
-    """Results of calls, raising the actor's own exception instead of Ray's wrapper around it.
+def results(refs: list[Any], *, died: type[SlimeRetoolError] = ServerError) -> list[Any]:
+    """Results of calls, raising the actor's own exception instead of Ray's wrapper around it, `died` where it died.
 
     Waits for the first failure, not for all: when one rank fails, the others sit in a collective.
     """
@@ -37,7 +40,25 @@ def results(refs: list[Any]) -> list[Any]:
             raise error.cause from error
         raise
     except RayActorError as error:
-        raise ServerError(f"a process of the run ended, or its host: {error}") from error
+        raise died(f"a process of the run ended, or its host: {first_line(error)}") from error
+
+
+def death_of(actors: list[Any]) -> str | None:
+    """What Ray says of the first of these actors that died, if any; one that is busy lives."""
+    questions = [actor.__ray_ready__.remote() for actor in actors]
+    answered, _ = ray.wait(questions, num_returns=len(questions), timeout=DEATH_SECONDS) if questions else ([], [])
+    for question in answered:
+        try:
+            ray.get(question)
+        except RayActorError as error:
+            return first_line(error)
+        except RayError:
+            continue
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]
 
 
 def end(what: str, actors: list[Any], method: str) -> None:

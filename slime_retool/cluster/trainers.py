@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -11,15 +14,18 @@ import ray
 from slime_retool.cluster.actors import TrainerActor
 from slime_retool.cluster.environment import trainer_environment
 from slime_retool.cluster.placement import Slot
-from slime_retool.cluster.remote import call, end, results
+from slime_retool.cluster.remote import STOP_SECONDS, call, death_of, end, quietly, results
 from slime_retool.config import Config
+from slime_retool.errors import TrainerDied
 from slime_retool.types import RolloutBatch, TrainSample
 
 
 def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: bool) -> list[Any]:
     """The ranks of one process group. `roles`: see `trainer.core.ROLES`."""
     assert len(slots) == config.world_size
-    environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
+    environment: dict[str, str] = {}
+    if config.on_cuda:
+        environment = trainer_environment(colocate=config.colocate, kernel_cache_dir=config.kernel_cache_dir)
     shipped = ray.put(config.for_actors())
     return [
         TrainerActor.options(**slot.options(environment)).remote(  # type: ignore[attr-defined]
@@ -36,20 +42,47 @@ class Trainers:
         self._config, self._slots, self._several_hosts = config, slots, several_hosts
         self._groups: list[list[Any]] = []
         """Actors of the ranks of each group."""
+        self._saving = False
+        self._turn = threading.Lock()
+        """Ranks must be called in one order: every call is collective."""
+        self._moved_on = True
+        """Whether the weights are others than those of the last update."""
+        self.weight_version = 0
+        """Of the last update."""
 
-    def start(self, num_rollout: int) -> tuple[int, dict[str, Any]]:
-        """Start every rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
+    def launch(self, num_rollout: int, *, saved: bool = False) -> None:
+        """Let every rank import what it needs, in the background, with a schedule over `num_rollout` rollouts.
 
-        Returns (first rollout's number, state saved with it).
+        No device is touched before `start`. saved: see there.
         """
-        groups = replace(self._config, num_rollout=num_rollout).trainer_groups
+        config = replace(self._config, num_rollout=num_rollout)
+        if saved:
+            assert config.save is not None
+            config = replace(
+                config, load=config.save, critic_load=config.critic_save or os.path.join(config.save, "critic")
+            )
+        groups = config.trainer_groups
         for (roles, config), slots in zip(groups, self._slots, strict=True):
             self._groups.append(_make_actors(config, slots, roles, self._several_hosts))
+        call(sum(self._groups, []), "prepare")  # what fails here fails again in `start`
+
+    def start(
+        self, num_rollout: int, iteration: int | None = None, *, saved: bool = False, stay: bool = False
+    ) -> tuple[int, dict[str, Any]]:
+        """Start every rank, unless `launch` has, and load weights.
+
+        iteration: the checkpoint to go on from, by its rollout; None: the newest, if there is one.
+        saved: it is one that this run saved, in --save instead of --load.
+        stay: keep the device, where --offload-train would make ranks leave it until it is their turn.
+        Returns (first rollout's number, state saved with it).
+        """
+        if not self._groups:
+            self.launch(num_rollout, saved=saved)
         starting = []
         for actors in self._groups:
-            (init_method,) = results(call(actors[:1], "rendezvous"))
-            starting += call(actors, "start", init_method)
-        return results(starting)[0]
+            (init_method,) = self._results(call(actors[:1], "rendezvous"))
+            starting += call(actors, "start", init_method, iteration, stay=stay)
+        return self._results(starting)[0]
 
     @property
     def _policy(self) -> list[Any]:
@@ -58,48 +91,118 @@ class Trainers:
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
         """One rollout's optimizer steps on all ranks."""
         shared = ray.put(batch)  # one copy per host, however many ranks read it
-        if len(self._groups) == 1:
-            return results(call(self._policy, "trainer", "train", shared, rollout_id))[0]
-        policy, critic = self._groups
-        values = ray.put(results(call(critic, "trainer", "values", shared))[0])
-        returns = ray.put(results(call(policy, "trainer", "prepare", shared, rollout_id, values))[0])
-        metrics = results(
-            call(policy, "trainer", "optimize", rollout_id)
-            + call(critic, "trainer", "train_critic", shared, rollout_id, values, returns)
-        )
-        return metrics[0] | metrics[-1]
+        with self._turn:
+            self._moved_on = True
+            if len(self._groups) == 1:
+                return self._results(call(self._policy, "trainer", "train", shared, rollout_id))[0]
+            policy, critic = self._groups
+            values = ray.put(self._results(call(critic, "trainer", "values", shared))[0])
+            returns = ray.put(self._results(call(policy, "trainer", "prepare", shared, rollout_id, values))[0])
+            metrics = self._results(
+                call(policy, "trainer", "optimize", rollout_id)
+                + call(critic, "trainer", "train_critic", shared, rollout_id, values, returns)
+            )
+            return metrics[0] | metrics[-1]
 
     def log_probs(self, samples: Sequence[TrainSample]) -> list[float]:
         """Log-prob of every learned token, one sample after the other; 0 for the others."""
-        return results(call(self._policy, "log_probs", ray.put(list(samples))))[0]
+        return self._call("log_probs", ray.put(list(samples)))
 
-    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device."""
-        # The policy's last: a checkpoint of it never lacks the critic's.
-        for group in reversed(self._groups):
-            results(call(group, "trainer", "save", rollout_id, extra))
+    def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None:
+        """Write a checkpoint of all ranks, with `extra` (JSON-able) beside it, while trainers have their device.
+
+        With `background` it returns when it has been copied; `finish_save` comes before the next one.
+        """
+        self._saving = background
+        with self._turn:
+            # The policy's last: a checkpoint of it never lacks the critic's.
+            for group in reversed(self._groups):
+                # Rank 0 writes `extra`, which unfinished conversations may be in.
+                first = call(group[:1], "save", rollout_id, extra, background=background)
+                self._results(first + call(group[1:], "save", rollout_id, {}, background=background))
+
+    def finish_save(self, *, wait: bool) -> float | None:
+        """Seconds that writing the last save took, once it is complete on all ranks; None while it goes on."""
+        with self._turn:
+            # The policy's checkpoint comes into force last, and then on all ranks within moments.
+            seconds = self._results(call(self._policy[:1], "trainer", "finish_save", wait))
+            if seconds == [None] and not wait:
+                return None
+            self._saving = False
+            seconds += self._results(call(sum(self._groups, []), "trainer", "finish_save", True))
+            return max((each for each in seconds if each is not None), default=None)
+
+    def settle_save(self) -> None:
+        """Where the run fails: give a save that goes on the time to be complete; never raises."""
+        if self._saving:
+            waiting = call(sum(self._groups, []), "trainer", "finish_save", True)
+            quietly("a save", lambda: ray.get(waiting, timeout=STOP_SECONDS))
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Leave the device, where --offload-train says so."""
         if self._config.offloads_train:
-            results(call(self._policy, "offload", keep_weights=keep_weights))
+            self._call("offload", keep_weights=keep_weights)
 
     def reload(self) -> None:
         """Take the device again."""
         if self._config.offloads_train:
-            results(call(self._policy, "reload"))
+            self._call("reload")
 
-    def connect_engines(self, urls: list[str]) -> None:
-        """Let the source rank know where its weights go."""
-        results(call(self._policy, "connect_engines", urls))
+    def connect_engines(self, urls: list[str], version: int = 0) -> None:
+        """Let the source rank know where its weights go; updates are counted from `version`."""
+        self.weight_version = version
+        self._call("connect_engines", urls, version)
 
-    def update_weights(self, *, asleep: bool) -> int:
-        """Send the weights into every engine; see `trainer.weight_sync`. Returns the new weight version."""
-        return results(call(self._policy, "update_weights", asleep=asleep))[0]
+    def update_weights(self, engines: Mapping[int, str], *, asleep: bool) -> int:
+        """Send the weights into these engines ({number: URL}); see `trainer.weight_sync`.
+
+        Returns the new weight version.
+        """
+        self.weight_version = self._call("update_weights", dict(engines), asleep=asleep)
+        self._moved_on = False
+        return self.weight_version
+
+    def give_weights(self, engines: Mapping[int, str], *, asleep: bool) -> dict[str, str] | None:
+        """Send the weights of the last update into these engines, which missed it.
+
+        Returns `weight_checksums`; None, without doing anything, where they are trained on already or just now.
+        """
+        if not self._turn.acquire(blocking=False):
+            return None
+        try:
+            if self._moved_on:
+                return None
+            self._results(call(self._policy, "give_weights", dict(engines), asleep=asleep))
+            return self._results(call(self._policy, "weight_checksums"))[0]
+        finally:
+            self._turn.release()
 
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the trainer holds it, by Hugging Face name."""
-        return results(call(self._policy, "weight_checksums"))[0]
+        return self._call("weight_checksums")
+
+    def _results(self, refs: list[Any]) -> list[Any]:
+        """Results of calls. Raises TrainerDied also where a rank that lives only sees that another one does not."""
+        try:
+            return results(refs, died=TrainerDied)
+        except TrainerDied:
+            raise
+        except Exception as error:
+            if (death := death_of(sum(self._groups, []))) is not None:
+                raise TrainerDied(f"a process of the run ended, or its host: {death}") from error
+            raise
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """What the policy's first rank answers."""
+        with self._turn:
+            return self._results(call(self._policy, method, *arguments, **options))[0]
+
+    def kill(self) -> None:
+        """End all ranks at once, wherever they are; `start` starts others."""
+        groups, self._groups = self._groups, []
+        self._moved_on, self._saving = True, False
+        for actor in sum(groups, []):
+            quietly("trainers", partial(ray.kill, actor))
 
     def close(self) -> None:
         """End all ranks; never raises."""

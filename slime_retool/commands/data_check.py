@@ -2,7 +2,8 @@ r"""`slime-retool data check FILE...`: whether data files can be used, before a 
 
 Every row is read, rendered with the tokenizer's chat template (`--tokenizer`) and, where it has an answer, scored: the
 row's own answer, put in a box, must be right by both rules of `--rm-type`. Conversations are tokenized as SFT does.
-Exit code 1 when a row fails, 2 when a file cannot be read.
+Each row that cannot be used is named, then rows that repeat a question; exit code 1 when there are any of the former, 2
+when a file cannot be read.
 """
 
 from __future__ import annotations
@@ -11,27 +12,31 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_bridge.flags import option_name
+from megatron_bridge.flags import OneLineParser, add_flags
 from slime_retool.chat import ChatTemplate, load_tokenizer
 from slime_retool.config import Config
-from slime_retool.data.loss_mask import tokenize_conversation
+from slime_retool.config.validate import check_values
+from slime_retool.data.loss_mask import refuse_empty_turns, require_assistant
 from slime_retool.data.questions import known_columns
-from slime_retool.data.readers import Row, read_rows
-from slime_retool.data.rows import check_sample, read_sample
-from slime_retool.errors import SlimeRetoolError, UserError, run_command
+from slime_retool.data.readers import BadLine, Row, scan_rows
+from slime_retool.data.rows import RowCheck, check_sample, read_sample
+from slime_retool.errors import DataError, SlimeRetoolError, UnreadableLabel, UserError, run_command
 from slime_retool.reward import compute_score
 from slime_retool.rollout.generate import check_prompt as check_no_tools
 from slime_retool.rollout.hooks import row_checks
-from slime_retool.types import Message, Sample, ToolSchema
+from slime_retool.rollout.sft_tokens import NO_CONVERSATION, ConversationTokenizer
+from slime_retool.types import Sample
 
 PROG = "slime-retool data check"
 MODES = ("dapo", "math_verify")
-COLUMNS = ("input_key", "label_key", "tool_key", "metadata_key")
-HOOKS = ("custom_generate_function_path", "custom_rm_path")
-SHOWN = 5
+READ = ("input_key", "label_key", "tool_key", "metadata_key", "apply_chat_template", "loss_type", "tool_format",
+    "rollout_max_prompt_len", "rollout_max_context_len", "custom_generate_function_path", "custom_rm_path")  # fmt: skip
+"""What is read of a run's options. Without any of them the first known columns of a row are read."""
+LINES = 100
 
 
 @dataclass
@@ -51,6 +56,10 @@ class Report:
     supervised: int = 0
     labels: dict[str, set[str]] = field(default_factory=dict)
     """Question -> its answers."""
+    conflicts: list[str] = field(default_factory=list)
+    """Which rows ask what an earlier one does, and have another answer."""
+    repeats: list[str] = field(default_factory=list)
+    """Which rows are there twice."""
 
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = {"file": self.file, "rows": self.rows, "failures": len(self.failures)}
@@ -72,92 +81,132 @@ class Report:
 def check_file(path: str, template: ChatTemplate | None = None, config: Config | None = None) -> Report:
     """Check every row as training reads it. Raises ConfigError or DataError for a file that cannot be read at all.
 
-    `config` names columns and hooks. Without it the first known columns of a row are read, and text is a question.
+    `config` names columns, hooks, limits and the kind of training. Without it the first known columns of a row are
+    read, and text is a question.
     """
-    report = Report(path)
-    checks = row_checks(config or Config())
-    if config is None or config.custom_generate_function_path is None:
-        checks = [check for check in checks if check is not check_no_tools]  # a hook that runs tools may be meant
-    for number, row in enumerate(read_rows(path), start=1):
-        report.rows += 1
+    check = _FileCheck(Report(path), template, config)
+    for number, row in enumerate(scan_rows(path), start=1):
+        check.report.rows += 1
         try:
-            sample = read_sample(row, number - 1, config or _guess(row))
-            if isinstance(sample.prompt, list) and _is_conversation(sample, row, config):
-                _check_conversation(report, sample.prompt, sample.tools, template)
-            else:
-                ids = check_sample(sample, config or Config(), template, checks, measure=True)
-                report.lengths += [] if template is None else [ids]
-                _check_question(report, sample, number)
+            check.row(row, number)
         except UserError as error:
-            report.failures.append(f"row {number}: {error}")
-    return report
+            check.report.failures.append(f"row {number}: {error}")
+    return check.report
 
 
-def _guess(row: Row) -> Config:
+class _FileCheck:
+    """What one file is held to; fills `report`."""
+
+    def __init__(self, report: Report, template: ChatTemplate | None, config: Config | None) -> None:
+        self.report, self._template, self._config = report, template, config
+        self._first: dict[str, tuple[int, str]] = {}  # question -> its first row, and that one's answer
+        settled = config or Config()
+        self._limit, self._limit_text = settled.prompt_limit
+        self._checks: list[RowCheck] = row_checks(settled)
+        if settled.custom_generate_function_path is None:  # one that runs tools may be meant
+            self._checks = [check for check in self._checks if check is not check_no_tools]
+        self._tokenize = None if template is None else ConversationTokenizer(settled.tool_format, template.tokenizer)
+
+    def row(self, row: Row | BadLine, number: int) -> None:
+        """Raises UserError for a row that cannot be used."""
+        config = self._config or _guess(row)
+        sample = read_sample(row, number - 1, config)
+        if self._is_conversation(sample, config):
+            self._conversation(sample, config)
+        else:
+            length = 0
+            with suppress(UnreadableLabel):  # `_question` says so of each rule
+                length = check_sample(sample, row, config, self._template, self._checks, measure=True)
+            self._question(sample, length, number)
+
+    def _is_conversation(self, sample: Sample, config: Config) -> bool:
+        """Whether the row is one to learn from in SFT, and not a prompt."""
+        if self._config is None:
+            return config.input_key == "messages"
+        is_answered = isinstance(sample.prompt, list) and sample.prompt[-1]["role"] == "assistant"
+        return config.loss.supervised or (sample.label is None and is_answered)
+
+    def _conversation(self, sample: Sample, config: Config) -> None:
+        report, messages = self.report, sample.prompt
+        report.conversations += 1
+        if isinstance(messages, str):
+            raise DataError(NO_CONVERSATION)
+        require_assistant(messages)
+        refuse_empty_turns(messages)
+        if self._tokenize is None:
+            return
+        ids, mask = self._tokenize(messages, sample.tools)
+        report.lengths.append(len(ids))
+        report.supervised += sum(mask)
+        if not config.fits_context(len(ids)):
+            raise DataError(
+                f"the conversation has {len(ids)} tokens, more than --rollout-max-context-len "
+                f"{config.rollout_max_context_len}: training leaves it out"
+            )
+
+    def _question(self, sample: Sample, length: int, number: int) -> None:
+        report, answer = self.report, sample.label
+        if self._template is not None:
+            report.lengths.append(length)
+        if self._limit is not None and length > self._limit:
+            raise DataError(f"the prompt has {length} tokens, more than {self._limit_text}: training leaves it out")
+        if answer is None:  # and the reward hook needs none
+            return
+        told = [sample.prompt] if isinstance(sample.prompt, str) else [message["content"] for message in sample.prompt]
+        question = "\n".join(told).strip()
+        report.labels.setdefault(question, set()).add(answer)
+        first, its_answer = self._first.setdefault(question, (number, answer))
+        if first != number:
+            if answer == its_answer:
+                report.repeats.append(f"row {number}: asks what row {first} does, with the same answer {answer!r}")
+            else:
+                report.conflicts.append(
+                    f"row {number}: asks what row {first} does, and says {answer!r} for {its_answer!r}"
+                )
+        for mode in MODES:
+            if not compute_score(f"Answer: \\boxed{{{answer}}}", answer, mode)["acc"]:
+                report.wrong[mode] += 1
+                report.failures.append(f"row {number}: its own answer {answer!r} is not right by {mode}")
+
+
+def _guess(row: Row | BadLine) -> Config:
     """What training has to be told to read this row."""
-    if row.get("messages") is not None:
+    if isinstance(row, BadLine) or row.get("messages") is not None:
         return Config(input_key="messages")
     input_key, label_key = known_columns(row, "the row")
     return Config(input_key=input_key, label_key=label_key, apply_chat_template=True)
 
 
-def _is_conversation(sample: Sample, row: Row, config: Config | None) -> bool:
-    """Whether the row is one to learn from in SFT, and not a prompt."""
-    if config is None:
-        return row.get("messages") is not None
-    return sample.label is None and isinstance(sample.prompt, list) and sample.prompt[-1]["role"] == "assistant"
-
-
-def _check_conversation(
-    report: Report, messages: list[Message], tools: list[ToolSchema] | None, template: ChatTemplate | None
-) -> None:
-    report.conversations += 1
-    if template is not None:
-        ids, mask = tokenize_conversation(template, messages, tools)
-        report.lengths.append(len(ids))
-        report.supervised += sum(mask)
-
-
-def _check_question(report: Report, sample: Sample, number: int) -> None:
-    answer = sample.label
-    if answer is None:  # and the reward hook needs none
-        return
-    told = [sample.prompt] if isinstance(sample.prompt, str) else [message["content"] for message in sample.prompt]
-    report.labels.setdefault("\n".join(told).strip(), set()).add(answer)
-    for mode in MODES:
-        if not compute_score(f"Answer: \\boxed{{{answer}}}", answer, mode)["acc"]:
-            report.wrong[mode] += 1
-            report.failures.append(f"row {number}: its own answer {answer!r} is not right by {mode}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl or .parquet; FILE@[a:b] for some of its rows")
+    parser.add_argument("--tokenizer", metavar="DIR", help="--hf-checkpoint, of which only the tokenizer is read")
     parser.add_argument(
-        "--tokenizer", "--hf-checkpoint", metavar="DIR", help="folder of a Hugging Face tokenizer with a chat template"
+        "--show", type=int, default=LINES, metavar="N", help="lines of each kind about one file (default: %(default)s)"
     )
-    group = parser.add_argument_group("as training has them (default: the first known columns that a row has)")
-    for name in COLUMNS + HOOKS:
-        group.add_argument(option_name(name), metavar="NAME" if name in COLUMNS else "MODULE.FUNCTION")
-    group.add_argument("--apply-chat-template", action="store_true", help="text prompts are one user message")
-    args = parser.parse_args(argv)
-    given = {name: value for name in COLUMNS + HOOKS if (value := vars(args)[name]) is not None}
-    config = Config(apply_chat_template=args.apply_chat_template, **given) if given else None
-    return run_command(PROG, lambda: _check(args.files, args.tokenizer, config), mistakes=SlimeRetoolError)
+    add_flags(parser, Config, {*READ, "hf_checkpoint"})
+    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(READ)))
+    given = {name: value for name in READ if (value := vars(args)[name]) is not None}
+    return run_command(PROG, lambda: _check(args, given), mistakes=SlimeRetoolError)
 
 
-def _check(files: Sequence[str], tokenizer_folder: str | None, config: Config | None) -> int:
-    """Print a line of JSON for each file, and its first failures on stderr. Returns 1 when there are any."""
-    template = ChatTemplate(load_tokenizer(tokenizer_folder, "--tokenizer")) if tokenizer_folder is not None else None
+def _check(args: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Print a line of JSON for each file, and what was found in its rows on stderr. Returns 1 for rows that fail."""
+    config = Config(**given) if given else None
+    if config is not None:
+        check_values(config)
+    flag, folder = ("--tokenizer", args.tokenizer) if args.tokenizer else ("--hf-checkpoint", args.hf_checkpoint)
+    template = ChatTemplate(load_tokenizer(folder, flag)) if folder is not None else None
     failed = False
-    for file in files:
+    for file in args.files:
         report = check_file(file, template, config)
         failed = failed or bool(report.failures)
-        print(json.dumps(report.summary(), ensure_ascii=False))
-        for failure in report.failures[:SHOWN]:
-            print(f"  {failure}", file=sys.stderr)
-        if len(report.failures) > SHOWN:
-            print(f"  and {len(report.failures) - SHOWN} more", file=sys.stderr)
+        print(json.dumps(report.summary(), ensure_ascii=False), flush=True)
+        for lines in (report.failures, report.conflicts, report.repeats):
+            for line in lines[: args.show]:
+                print(f"  {file}, {line}", file=sys.stderr)
+            if len(lines) > args.show:
+                print(f"  and {len(lines) - args.show} more of {file}; --show N shows them", file=sys.stderr)
     return int(failed)

@@ -6,7 +6,8 @@
         --custom-rm-path generate_with_retool.reward_func --output-dir outputs/eval-sft
 
 Flags are those of `slime_retool.train`; --help shows what an evaluation reads of them. Transcripts are written as
-samples end; the same command goes on where a stopped one was. Exit codes as in `slime_retool.train`.
+samples end; the same command goes on where a stopped one was (--rescore: and scores anew what is there). Exit codes as
+in `slime_retool.train`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 
 from slime_retool.config import Config, parse_config, resolve, validate
+from slime_retool.config.devices import check_devices
 from slime_retool.config.groups import EvalArgs, SglangArgs, ToolArgs
 from slime_retool.config.parse import build_parser
+from slime_retool.config.printable import print_command_line
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
@@ -38,7 +42,7 @@ READ = {
     "accuracy_threshold",
     *("rollout_max_response_len", "rollout_max_context_len", "skip_bad_rows"),
     *("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids"),
-    *("rollout_request_timeout", "rollout_request_retries", "output_dir", "no_progress"),
+    *("rollout_request_timeout", "rollout_request_retries", "output_dir", "no_progress", "dry_run"),
 } - {"eval_interval", "skip_eval_before_train"}
 """What an evaluation reads of a run's options."""
 
@@ -55,16 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     return run_command(
         PROG,
-        lambda: _evaluate(_as_evaluation(parse_config(argv, parser))),
+        lambda: _evaluate(parse_config(argv, parser)),
         interrupted="interrupted; the same command goes on from here",
     )
 
 
-def _evaluate(config: Config) -> int:
+def _evaluate(given: Config) -> int:
+    config = _as_evaluation(given)
     validate_evaluation(config)
     if config.eval_endpoint_url is None:
         config = resolve(config)
         validate(config)
+        if not config.dry_run:
+            check_devices(config)
+    if config.dry_run:
+        with ServerFlagCheck(config) as check, RolloutManager(config):
+            check.wait()
+        print_command_line(given, PROG, PROG)
+        return 0
     os.makedirs(config.output_dir, exist_ok=True)
     metrics = _from_endpoint(config) if config.eval_endpoint_url is not None else _from_checkpoint(config)
     path = Path(config.output_dir) / "eval" / "figures.json"
@@ -92,11 +104,15 @@ def _as_evaluation(config: Config) -> Config:
 
 
 def _from_checkpoint(config: Config) -> dict[str, float]:
-    from slime_retool.cluster.cluster import Cluster
+    with ExitStack() as stack:
+        check = stack.enter_context(ServerFlagCheck(config))
+        rollout = stack.enter_context(RolloutManager(config))
+        from slime_retool.cluster.cluster import Cluster  # brings ray, which the data need not wait for
 
-    with ServerFlagCheck(config) as check, RolloutManager(config) as rollout, Cluster(config) as cluster:
-        check.wait()
+        cluster = stack.enter_context(Cluster(config))
         logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
+        cluster.engines.launch()
+        check.wait()
         rollout.connect(cluster.engines.start_router(cluster.engines.start()))
         with cluster.engines.checked():
             return rollout.evaluate(resume=True)
@@ -131,7 +147,7 @@ def table(config: Config, metrics: dict[str, float]) -> str:
             f"{shown(low)} to {shown(high)}",
             _percent(metrics.get(f"{aux}/acc/pass@{k}")) + of_fewer,
             _percent(metrics.get(f"{aux}/acc/maj@{k}")) + of_fewer,
-            f"{metrics[f'{aux}/num_turns/mean']:.1f}",
+            f"{metrics[f'{plain}/mean_turns']:.1f}",
             f"{metrics[f'{plain}/response_length']:.0f}",
             _percent(metrics[f"{plain}/tool_call_rate"]),
             _percent(metrics.get(f"{aux}/code/pass_rate")),

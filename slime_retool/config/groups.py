@@ -20,6 +20,7 @@ from slime_retool.algo.algorithms import (
 
 RL_ROLLOUT = "slime_retool.rollout.rl_rollout.generate_rollout"
 SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
+REPLAY_ROLLOUT = "slime_retool.rollout.replay.generate_rollout"
 TRANSPORTS = {
     "ipc": "slime_retool.trainer.weight_sync.ipc.IpcTransport",
     "broadcast": "slime_retool.trainer.weight_sync.broadcast.BroadcastTransport",
@@ -56,6 +57,12 @@ class ClusterArgs:
     )
     rollout_num_gpus_per_engine: int = flag(1, min=1, help="GPUs (tensor-parallel size) of one SGLang engine.")
     colocate: bool = flag(False, help="Train and generate on the same devices, in turns.")
+    kernel_cache_dir: str = flag(
+        "~/.cache/slime-retool/kernels",
+        metavar="DIR",
+        help="Kernels that trainers and engines compile for a GPU are kept here for the next start; a folder that only "
+        "you can write to.",
+    )
     offload_train: bool | None = flag(
         None,
         help="Move weights, gradients and optimizer state to the host while engines generate (default: with "
@@ -86,6 +93,12 @@ class ClusterArgs:
         "without either a private one is started and ended.",
     )
     distributed_timeout_minutes: float = flag(10.0, above=0, help="Collective operations that take longer fail.")
+    max_restarts: int = flag(
+        3,
+        min=0,
+        help="After the death of a trainer process go on from the run's last complete checkpoint this many times; then "
+        "the run ends.",
+    )
     seed: int = flag(1234, help="Seed of everything random in training.")
 
 
@@ -114,6 +127,14 @@ class CheckpointArgs:
     ref_load: str | None = folder("torch_dist checkpoint of the reference model, and of a fresh run's first weights.")
     save: str | None = folder("Write torch_dist checkpoints here.")
     save_interval: int | None = flag(None, min=1, help="Save every this many rollouts, and at the end.")
+    save_seconds: float | None = flag(
+        None, min=0, help="Also save after the first step that ends so many seconds after the last save began."
+    )
+    no_async_save: bool = flag(
+        False,
+        help="Wait until the disk holds a checkpoint. By default it is copied to host memory, of which that takes as "
+        "much as the checkpoint, and written beside the next rollout.",
+    )
     save_keep: int | None = flag(
         None, min=1, help="Keep this many of the newest checkpoints; older ones are deleted once a new one is complete."
     )
@@ -170,6 +191,13 @@ class RolloutArgs:
         20,
         min=1,
         help="With a filter: stop with a clear error after drawing this many times --rollout-batch-size prompts.",
+    )
+    max_staleness: int = flag(
+        0,
+        min=0,
+        metavar="K",
+        help="Weight updates that a token may be older than the weights it trains. 0: every rollout begins and ends "
+        "between two updates; 1 and more: unfinished conversations go on across updates (docs/stream.md).",
     )
     rollout_function_path: str = flag(
         RL_ROLLOUT,
@@ -242,6 +270,9 @@ class ToolArgs:
     sandbox_url: str | None = flag(
         None, url=True, help="Run code in this SandboxFusion deployment (or `slime-retool sandbox serve`) instead."
     )
+    sandbox_token_file: str | None = flag(
+        None, help="File whose text that server asks for (its own --token-file; sent as Authorization: Bearer)."
+    )
     tool_state: str = flag(
         "call",
         choices=("call", "session"),
@@ -269,6 +300,9 @@ class EvalArgs:
     eval_top_p: float | None = flag(None, above=0, max=1, help="As --rollout-top-p.")
     eval_top_k: int | None = flag(None, min=1, off=-1, help="As --rollout-top-k.")
     skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
+    rescore: bool = flag(
+        False, help="`slime-retool eval` only: score samples that are there already again, by the reward as it is now."
+    )
     eval_endpoint_url: str | None = flag(
         None, url=True, help="`slime-retool eval` only: a model behind this OpenAI-compatible API (.../v1)."
     )
@@ -495,6 +529,16 @@ class SglangArgs:
     )
     sglang_server_concurrency: int = flag(512, min=1, help="Requests in flight per engine.")
     sglang_startup_timeout: float = flag(600.0, above=0, help="Seconds an engine may take to become healthy.")
+    max_engine_restarts: int = flag(
+        8,
+        min=0,
+        help="Replace engines that died or hang this many times in all (the router as often); then the run ends.",
+    )
+    engine_hang_timeout: float = flag(
+        120.0,
+        above=0,
+        help="An engine that gives no token for this many seconds, although asked to, hangs: it is ended and replaced.",
+    )
     sglang_gather_prefills: bool = flag(
         True,
         help="On GPUs, engines let requests wait (at most a quarter of a second) until a twelfth as many as are "
@@ -546,8 +590,16 @@ class DebugArgs:
 
     debug_train_only: bool = flag(False, help="Start no engines (SFT).")
     debug_rollout_only: bool = flag(False, help="Generate and score, never train.")
+    replay_rollouts: str | None = folder(
+        "Start no engines and train on the batches of an earlier run, whose --output-dir with --dump-rollouts this is. "
+        "With its other flags the losses are the same; nothing is evaluated or saved."
+    )
     check_weight_update_equal: bool = flag(
         False,
         help="After every weight update compare each tensor's checksum in trainer and engines; stop if one differs.",
     )
-    dry_run: bool = flag(False, help="Print the resolved configuration, without secrets, and stop.")
+    dry_run: bool = flag(
+        False,
+        help="Check all that can be checked before anything starts, the data's rows and the hooks included, print the "
+        "resolved configuration without secrets, and stop.",
+    )

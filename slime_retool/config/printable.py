@@ -12,9 +12,9 @@ from megatron_bridge import flags
 from slime_retool.config.config import Config
 
 
-def print_command_line(config: Config, prog: str) -> None:
-    """Print the command line that makes `config`, for a shell; on stderr, which secrets it lacks."""
-    print(" \\\n  ".join([f"python -m {prog}", *flag_lines(config)]))
+def print_command_line(config: Config, prog: str, command: str) -> None:
+    """Print `command` with the flags that make `config`, for a shell; on stderr, as `prog`, which secrets it lacks."""
+    print(" \\\n  ".join([command, *flag_lines(config)]))
     for name in flags.secrets_in(config, *config.hook_args):
         print(f"{prog}: {flags.option_name(name)} is a secret and not printed", file=sys.stderr)
 

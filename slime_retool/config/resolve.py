@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from megatron_bridge.hf_config import HfConfig, described_by_hf, read_hf_config
 from slime_retool.config.config import Config
-from slime_retool.config.groups import RL_ROLLOUT, SFT_ROLLOUT
+from slime_retool.config.devices import gpus_shown
+from slime_retool.config.groups import REPLAY_ROLLOUT, RL_ROLLOUT, SFT_ROLLOUT
 from slime_retool.config.require import as_config_error, require_folder
 from slime_retool.errors import ConfigError
 
@@ -20,7 +19,7 @@ def resolve(config: Config) -> Config:
 
     Raises ConfigError where --hf-checkpoint holds no model that can be read.
     """
-    settled = _device(config) | _model(config) | _sft(config)
+    settled = _device(config) | _model(config) | _sft(config) | _replay(config)
     return replace(config, **settled)
 
 
@@ -34,15 +33,8 @@ def read_checkpoint(config: Config) -> HfConfig:
 
 
 def _device(config: Config) -> dict[str, Any]:
-    """What `--device auto` is: cuda when this host shows an NVIDIA device and does not hide it, else cpu.
-
-    `CUDA_VISIBLE_DEVICES` hides all where it is empty or begins with -1.
-    """
-    if config.device != "auto":
-        return {}
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
-    present = any(Path("/dev").glob("nvidia[0-9]*"))
-    return {"device": "cuda" if present and not hidden else "cpu"}
+    """What `--device auto` is: cuda when this host shows an NVIDIA device, else cpu."""
+    return {"device": "cuda" if gpus_shown() else "cpu"} if config.device == "auto" else {}
 
 
 def _model(config: Config) -> dict[str, Any]:
@@ -63,3 +55,11 @@ def _sft(config: Config) -> dict[str, Any]:
         return {}
     path = SFT_ROLLOUT if config.rollout_function_path == RL_ROLLOUT else config.rollout_function_path
     return {"debug_train_only": True, "rollout_function_path": path}
+
+
+def _replay(config: Config) -> dict[str, Any]:
+    """Batches of an earlier run need no engine; its checkpoints, which the same flags would write, stay as they are."""
+    if config.replay_rollouts is None:
+        return {}
+    nothing = dict.fromkeys(("save", "save_interval", "save_seconds", "save_keep", "save_hf", "eval_interval"))
+    return {"debug_train_only": True, "rollout_function_path": REPLAY_ROLLOUT, "no_async_save": False, **nothing}

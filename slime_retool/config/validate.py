@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+from importlib.util import find_spec
 
 from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
-from megatron_bridge.checkpoint import LATEST_FILE, exists, holds_checkpoints, what_it_is
+from megatron_bridge.checkpoint import LATEST_FILE, exists, holds_checkpoints, latest_rollout, what_it_is
 from megatron_bridge.hf_config import check_against_hf, check_tokenizer
 from megatron_bridge.lora_spec import TARGET_MODULES
 from megatron_bridge.model_config import nearest_divisor, required
@@ -55,6 +56,7 @@ def validate(config: Config) -> None:
     check_batches(config)
     require_writable(config.output_dir, "--output-dir")
     check_algorithm(config)
+    _check_replay(config)
     _check_checkpoints(config)
     _check_lora(config)
     _check_optimizer(config)
@@ -63,6 +65,7 @@ def validate(config: Config) -> None:
     warn_of_graphs(config)
     _check_tools(config)
     _check_hooks(config)
+    _check_trackers(config)
     _check_room(config)
 
 
@@ -107,6 +110,10 @@ def _check_tools(config: Config) -> None:
         f"--tool-state {config.tool_state} needs a sandbox of this run's own: the protocol of --sandbox-url keeps no "
         "state; drop one",
     )
+    if config.sandbox_url is None:
+        refuse_unused(config, ("sandbox_token_file",), "--sandbox-url")
+    elif config.sandbox_token_file is not None:
+        require_file(config.sandbox_token_file, "--sandbox-token-file")
 
 
 def check_batches(config: Config) -> None:
@@ -154,6 +161,18 @@ def _check_step(config: Config) -> None:
         )
 
 
+def _check_replay(config: Config) -> None:
+    folder = config.replay_rollouts
+    if folder is None:
+        return
+    require(os.path.isdir(folder), f"--replay-rollouts: no such folder: {folder}")
+    # A run that resumes nothing sets aside what it finds in --output-dir.
+    require(
+        not any(_same_place(config.output_dir, part) for part in (folder, os.path.dirname(os.path.abspath(folder)))),
+        f"--replay-rollouts {folder} is in this run's own --output-dir: name another --output-dir",
+    )
+
+
 def _check_checkpoints(config: Config) -> None:
     if config.debug_rollout_only:
         return
@@ -161,6 +180,8 @@ def _check_checkpoints(config: Config) -> None:
         require_folder(config.ref_load, "--ref-load", LATEST_FILE)
     resumable = config.load is not None and exists(config.load)
     for flag, source in config.load_folders.items():
+        with as_config_error():
+            latest_rollout(source)
         other = "" if exists(source) else what_it_is(source)
         require(not other or not os.path.isdir(source), f"{flag}: {source} has no {LATEST_FILE}{other}")
     require(
@@ -169,7 +190,9 @@ def _check_checkpoints(config: Config) -> None:
         f"with a checkpoint in it (got {config.load})",
     )
     if config.save is None:
-        refuse_unused(config, ("save_interval", "save_keep", "save_hf"), "--save DIR")
+        refuse_unused(
+            config, ("save_interval", "save_seconds", "save_keep", "save_hf", "no_async_save"), "--save DIR"
+        )
     require(
         not _same_place(config.save, config.ref_load),
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
@@ -286,3 +309,21 @@ def _check_hooks(config: Config) -> None:
         path = config.__dict__[name]
         if path is not None:
             load_function(path, flags.option_name(name))
+
+
+def _check_trackers(config: Config) -> None:
+    """The packages of trackers are there, and W&B's key."""
+    for flag, used, package in (
+        ("--use-tensorboard", config.use_tensorboard, "tensorboard"),
+        ("--use-wandb", config.use_wandb, "wandb"),
+    ):
+        require(not used or find_spec(package) is not None, f"{flag}: not installed; pip install {package}")
+    mode = config.wandb_mode or os.environ.get("WANDB_MODE", "online")
+    if config.use_wandb and mode == "online" and config.wandb_key is None:
+        import wandb
+
+        require(
+            wandb.login(prompt=False, verify=False),
+            "--use-wandb finds no key: run `wandb login`, set WANDB_API_KEY or give --wandb-key; --wandb-mode offline "
+            "needs none",
+        )

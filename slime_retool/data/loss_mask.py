@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
+from collections.abc import Sequence
 
 from slime_retool.chat.codec import TextCodec
 from slime_retool.chat.template import TURN_MARK, ChatTemplate
@@ -25,17 +25,11 @@ def tokenize_conversation(
     A turn is found by rendering the conversation once more with a mark in that turn: the mark's position belongs to
     it, the turn's header is the last one before, its end the first end-of-turn token after.
 
-    Raises DataError for a template that shows no tools or tool calls although there are some, or whose turns
-    cannot be told apart, and for an assistant message that holds the template's own control text.
+    Raises DataError as `render_conversation`, and for a template that shows no tool calls although there are some, or
+    whose turns cannot be told apart.
     """
-    whole = template.render(messages, tools, generation=False)
-    for tool in tools or []:
-        name = tool.get("function", tool)["name"]
-        if name not in whole:
-            raise DataError(f"the chat template does not show the tool {name!r}; use a tool-capable template")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError("a conversation to learn from needs at least one assistant message, got none")
-    ids = template.codec.encode(whole)
+    whole = render_conversation(template, messages, tools)
+    ids, marks = template.codec.encode_with_marks(whole)
     mask = [0] * len(ids)
     known = (0, 0)
     for i, message in enumerate(messages):
@@ -43,11 +37,42 @@ def tokenize_conversation(
             start, end = _turn_span(template, whole, messages, tools, i)
             if start < known[0]:
                 raise DataError(f"the chat template puts message {i} before or inside an earlier one")
-            first = _token_index(template.codec, whole, ids, start, known)
-            last = _token_index(template.codec, whole, ids, end, known)
+            first = _token_index(template.codec, whole, ids, start, [*marks, known])
+            last = _token_index(template.codec, whole, ids, end, [*marks, known])
             mask[first:last] = [1] * (last - first)
             known = (end, last)
     return ids, mask
+
+
+def require_assistant(messages: Sequence[Message]) -> None:
+    """Raise DataError for a conversation without a message to learn."""
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError("a conversation to learn from needs at least one assistant message, got none")
+
+
+def refuse_empty_turns(messages: Sequence[Message]) -> None:
+    """Raise DataError for a conversation with an assistant message that says nothing and calls nothing."""
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
+            raise DataError(f"message {i} is an assistant's and empty: the model would learn to say nothing")
+
+
+def render_conversation(
+    template: ChatTemplate, messages: list[Message], tools: Sequence[ToolSchema] | None = None
+) -> str:
+    """A whole conversation as the chat template writes it.
+
+    Raises DataError for one that nothing can be learned from or that the template refuses, for an assistant message
+    with the template's own control text, and for a template that shows no tools although there are some.
+    """
+    require_assistant(messages)
+    template.refuse_control_texts(messages, ("assistant",))
+    whole = template.render(messages, tools, generation=False)
+    for tool in tools or []:
+        name = tool.get("function", tool)["name"]
+        if name not in whole:
+            raise DataError(f"the chat template does not show the tool {name!r}; use a tool-capable template")
+    return whole
 
 
 def _turn_span(
@@ -59,10 +84,6 @@ def _turn_span(
 ) -> tuple[int, int]:
     """Characters [start, end) of `whole` that assistant message `i` supervises."""
     marks = template.turn_marks
-    written = json.dumps(messages[i], ensure_ascii=False)
-    for control in (marks.header.strip(), marks.end):
-        if control in written:
-            raise DataError(f"message {i} holds {control!r}, which the chat template uses to separate turns; remove it")
     marked = copy.deepcopy(messages)
     if messages[i].get("tool_calls"):
         call = marked[i]["tool_calls"][0]
@@ -85,14 +106,14 @@ def _turn_span(
     return start, end + len(marks.end)
 
 
-def _token_index(codec: TextCodec, whole: str, ids: list[int], position: int, known: tuple[int, int]) -> int:
+def _token_index(codec: TextCodec, whole: str, ids: list[int], position: int, known: list[tuple[int, int]]) -> int:
     """Index of the first token that begins at or after character `position` of `whole`.
 
-    `known` is an earlier (character, token index) behind an end-of-turn token: only the text from there on is
+    `known` are (character, token index) behind special tokens: only the text from the last one before `position` on is
     encoded, because special tokens never merge with what follows. A token that reaches across `position` (a
     header's line break merged with one that begins the reply) counts as before it.
     """
-    for character, index in (known, (0, 0)):
+    for character, index in (max(place for place in known if place[0] <= position), (0, 0)):
         before = codec.encode(whole[character:position])
         shared = len(os.path.commonprefix([before, ids[index : index + len(before)]]))
         if shared == len(before):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
 from typing import Any
 
 from slime_retool.data.readers import parse_json
 from slime_retool.errors import DataError
-from slime_retool.types import Message, ToolSchema
-
-ROLES = ("system", "user", "assistant", "tool")
+from slime_retool.types import ROLES, Message, ToolSchema
 
 
 def parse_messages(value: Any, where: str) -> list[Message]:
@@ -17,12 +17,14 @@ def parse_messages(value: Any, where: str) -> list[Message]:
     Keys without a value are dropped, a missing `content` becomes "", and `tool_calls` (a list or JSON text) get
     arguments that are objects, so that both spellings of arguments render to the same prompt.
 
-    Raises DataError, naming `where`, for anything else.
+    Raises DataError, naming `where`, for anything else, and for a tool message that answers no call.
     """
     messages = parse_json(value, where)
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where} must be a list of messages with at least one entry, got {str(messages)[:80]!r}")
-    return [_parse_message(message, f"{where}, message {i}") for i, message in enumerate(messages)]
+    parsed = [_parse_message(message, f"{where}, message {i}") for i, message in enumerate(messages)]
+    _check_tool_messages(parsed, where)
+    return parsed
 
 
 def parse_tools(value: Any, where: str) -> list[ToolSchema] | None:
@@ -36,8 +38,42 @@ def parse_tools(value: Any, where: str) -> list[ToolSchema] | None:
         raise DataError(f"{where} must be a list of tool schemas, got {str(tools)[:80]!r}")
     tools = [parse_json(tool, where) for tool in tools]
     for tool in tools:
-        _function(tool, f"{where}: a tool schema")
+        function = _function(tool, f"{where}: a tool schema")
+        problem = _problem_of_parameters(json.dumps(function.get("parameters", {}), default=repr))
+        if problem:
+            name = function["name"]
+            raise DataError(f"{where}: the parameters of {name} must be a JSON schema of an object; {problem}")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+@lru_cache(maxsize=256)
+def _problem_of_parameters(parameters: str) -> str:
+    """What is wrong with a tool's `parameters` (JSON text); empty when a call's arguments can be checked by them."""
+    from jsonschema import Draft202012Validator, SchemaError
+
+    schema = json.loads(parameters)
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        return f"got {parameters[:80]}"
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        return f"{error.json_path[2:] or 'it'}: {error.message[:80]}"
+    return ""
+
+
+def _check_tool_messages(messages: list[Message], where: str) -> None:
+    """Tool messages follow the assistant message that called, no more than it has calls (where it lists any)."""
+    calls = left = None
+    for i, message in enumerate(messages):
+        if message["role"] == "tool":
+            if left is None:
+                raise DataError(f"{where}, message {i}: a tool message must follow the assistant message that called")
+            if calls and left == 0:
+                raise DataError(f"{where}, message {i}: more tool messages than the {calls} call(s) before them")
+            left -= 1
+        else:
+            calls = len(message.get("tool_calls", ()))
+            left = calls if message["role"] == "assistant" else None
 
 
 def _function(value: Any, what: str) -> dict[str, Any]:

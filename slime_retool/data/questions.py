@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 import re
+from collections.abc import Iterable
+from decimal import Decimal
 from typing import Any
 
 from slime_retool.data.math_prompts import bare_question
@@ -13,6 +17,9 @@ from slime_retool.errors import DataError
 
 # (question column, label column), the first that fits.
 SCHEMAS = (("prompt", "label"), ("input", "output"), ("problem", "answer"), ("question", "answer"))
+QUESTIONS = (*(question for question, _ in SCHEMAS), "messages", "conversations", "query", "instruction", "text")
+LABELS = (*dict.fromkeys(label for _, label in SCHEMAS), "solution", "target", "ground_truth", "expected_answer")
+"""Columns that are often what --input-key and --label-key have to name, the likeliest first."""
 _GSM8K_MARK = "\n#### "
 _GROUPED_INTEGER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+")
 
@@ -21,18 +28,30 @@ def read_label(row: Row, key: str) -> str | None:
     """The label in column `key`, else in verl's `reward_model.ground_truth`, as text; None where neither holds one.
 
     Stripped; of a worked solution in GSM8K's form, the answer behind its last "####"; of an integer, the digits without
-    thousands separators. Null, NaN and blank text are no label.
+    thousands separators. Null, NaN, infinity and blank text are no label. Raises DataError for what is neither text nor
+    JSON.
     """
     verl = row.get("reward_model")
     return _text(row.get(key)) or _text(verl.get("ground_truth") if isinstance(verl, dict) else None)
 
 
 def _text(value: Any) -> str | None:
-    if value is None or value != value:  # NaN
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Decimal):  # parquet has them
+        value = str(value)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except TypeError:
+        raise DataError(f"a label must be text or a number, got {type(value).__name__}") from None
     text = text.rpartition(_GSM8K_MARK)[2].strip()
     return (text.replace(",", "") if _GROUPED_INTEGER.fullmatch(text) else text) or None
+
+
+def similar_columns(row: Iterable[str], key: str, known: Iterable[str]) -> list[str]:
+    """Columns of `row` that may be meant by `key`, which it lacks: those of the `known` names, then similar ones."""
+    columns, near = list(row), difflib.get_close_matches(key, list(row), n=2)
+    return list(dict.fromkeys([*(name for name in known if name in columns), *near]))
 
 
 def known_columns(row: Row, where: str) -> tuple[str, str]:

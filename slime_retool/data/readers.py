@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +28,48 @@ _NOT_TEXT = {
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line of a .jsonl file that holds no row."""
+
+    line: int
+    """Its number, from 1: that of the row too, unless blank lines stand before it."""
+    reason: str
+
+
 def read_rows(path: str | Path) -> list[Row]:
-    """All rows of a .jsonl or .parquet file, or those of "FILE@[a:b]".
+    """All rows of a .jsonl or .parquet file, or those of "FILE@[a:b]", as `scan_rows` has them.
+
+    Raises DataError also for a line that holds no row, and names it.
+    """
+    rows: list[Row] = []
+    for row in scan_rows(path):
+        if isinstance(row, BadLine):
+            raise DataError(f"{split_slice(path)[0]}, line {row.line}: {row.reason}")
+        rows.append(row)
+    return rows
+
+
+def scan_rows(path: str | Path) -> list[Row | BadLine]:
+    """All rows of a .jsonl or .parquet file, or those of "FILE@[a:b]"; a line without one is a `BadLine` in its place.
 
     Parquet stores a list of objects as one struct type, so that every object has every object's keys, filled with
     null. Such nulls (inside a column, not the column itself) are removed again. JSON lines are returned as written.
 
-    Raises ConfigError for a missing file or an unknown extension, DataError for a file that cannot be read; the
-    message names the line where one is at fault.
+    Raises ConfigError for a missing file or an unknown extension, DataError for a file that cannot be read at all.
     """
     name, chosen = split_slice(path)
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"data file {str(path)!r} does not exist; check the path")
+    rows: list[Row | BadLine]
     if path.suffix == ".jsonl":
         try:
             rows = _read_jsonl(path)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
     elif path.suffix == ".parquet":
-        rows = _read_parquet(path)
+        rows = [*_read_parquet(path)]
     else:
         raise ConfigError(f"data file {str(path)!r} must end in .jsonl or .parquet")
     if not rows:
@@ -107,8 +130,8 @@ def _loads(text: str) -> Any:
     return value
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    rows = []
+def _read_jsonl(path: Path) -> list[Row | BadLine]:
+    rows: list[Row | BadLine] = []
     content = path.read_bytes()
     for begin, what in _NOT_TEXT.items():
         if content.startswith(begin):
@@ -117,14 +140,19 @@ def _read_jsonl(path: Path) -> list[Row]:
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row = _loads(line.decode())
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not valid JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: every line must be a JSON object, got {type(row).__name__}")
-        rows.append(row)
+        rows.append(_read_line(line, number))
     return rows
+
+
+def _read_line(line: bytes, number: int) -> Row | BadLine:
+    try:
+        row = _loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        is_list = line.strip() == b"["
+        return BadLine(number, f"not valid JSON ({'a list over several lines' if is_list else error})")
+    if not isinstance(row, dict):
+        return BadLine(number, f"every line must be a JSON object, got {type(row).__name__}")
+    return row
 
 
 def _read_parquet(path: Path) -> list[Row]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
 from slime_retool.data.messages import parse_messages, parse_tools
-from slime_retool.data.questions import read_label
-from slime_retool.data.readers import Row, parse_json, read_rows
-from slime_retool.errors import DataError, UserError
+from slime_retool.data.questions import LABELS, QUESTIONS, read_label, similar_columns
+from slime_retool.data.readers import BadLine, Row, parse_json, scan_rows
+from slime_retool.errors import DataError, MissingLabel, UserError
 from slime_retool.types import Message, Sample
 
 logger = logging.getLogger(__name__)
@@ -41,17 +42,18 @@ class RowReader:
         `index` and `group_index` are the row's number. Raises ConfigError for a file that cannot be used, and
         DataError, naming file and row, for rows that cannot: with `--skip-bad-rows` only when there is no other.
         """
-        config, rows = self._config, read_rows(path)
-        samples, bad, too_long = [], [], 0
+        config, rows = self._config, scan_rows(path)
+        config = replace(config, input_key=input_key or config.input_key, label_key=label_key or config.label_key)
+        samples, bad, too_long = [], [], []
         for number, row in enumerate(rows):
             try:
-                sample = read_sample(row, number, config, input_key=input_key, label_key=label_key)
-                length = check_sample(sample, config, self._template, self._checks, measure=limit is not None)
+                sample = read_sample(row, number, config)
+                length = check_sample(sample, row, config, self._template, self._checks, measure=limit is not None)
             except UserError as error:
                 bad.append({"file": str(path), "row": number + 1, "reason": str(error)})
                 continue
             if limit is not None and length > limit:
-                too_long += 1
+                too_long.append(number + 1)
             else:
                 samples.append(sample)
         if bad and not (config.skip_bad_rows and len(bad) < len(rows)):
@@ -59,8 +61,13 @@ class RowReader:
             rest = f" ({len(bad) - 1} more of {len(rows)} rows cannot be used)" if len(bad) > 1 else ""
             raise DataError(f"{path}, row {bad[0]['row']}: {bad[0]['reason']}{rest}{more}")
         self.skipped += [row for row in bad if row not in self.skipped]
-        self._warn_of_labels(path, samples, label_key or config.label_key)
-        return samples, too_long
+        if too_long and samples:
+            logger.warning(
+                "%s: %d of %d rows left out, their prompt has more than %d tokens; the first: row %s",
+                path, len(too_long), len(too_long) + len(samples), limit, ", ".join(map(str, too_long[:5])),
+            )  # fmt: skip
+        self._warn_of_labels(path, samples, config.label_key)
+        return samples, len(too_long)
 
     def _warn_of_labels(self, path: str | Path, samples: list[Sample], label_key: str) -> None:
         unlabelled = [str(sample.index + 1) for sample in samples if sample.label is None]
@@ -69,21 +76,20 @@ class RowReader:
             logger.warning("%s: %s rows have no label in column %r; the first: row %s", path, count, label_key, shown)
 
 
-def read_sample(
-    row: Row, number: int, config: Config, *, input_key: str | None = None, label_key: str | None = None
-) -> Sample:
+def read_sample(row: Row | BadLine, number: int, config: Config) -> Sample:
     """Row `number` as a PENDING sample.
 
     A message list (or JSON text of one) stays a conversation; other text is the prompt itself or, with
     `--apply-chat-template`, one user message. For the label see `read_label`. Metadata holds the metadata column (else
     verl's `extra_info`) and `data_source`. Raises DataError, naming the column.
     """
-    input_key = input_key or config.input_key
-    if row.get(input_key) is None:
-        raise DataError(f"no column {input_key!r}, only {', '.join(row)}; set --input-key (--eval-input-key)")
+    if isinstance(row, BadLine):
+        raise DataError(f"line {row.line}: {row.reason}")
+    if row.get(config.input_key) is None:
+        raise DataError(_no_prompt(row, config))
     return Sample(
-        prompt=_prompt(row[input_key], config.apply_chat_template, f"column {input_key!r}"),
-        label=read_label(row, label_key or config.label_key),
+        prompt=_prompt(row[config.input_key], config.apply_chat_template, f"column {config.input_key!r}"),
+        label=read_label(row, config.label_key),
         index=number,
         group_index=number,
         tools=parse_tools(row.get(config.tool_key), f"column {config.tool_key!r}"),
@@ -92,15 +98,27 @@ def read_sample(
 
 
 def check_sample(
-    sample: Sample, config: Config, template: ChatTemplate | None, checks: Sequence[RowCheck], *, measure: bool
+    sample: Sample,
+    row: Row | BadLine,
+    config: Config,
+    template: ChatTemplate | None,
+    checks: Sequence[RowCheck],
+    *,
+    measure: bool,
 ) -> int:
-    """Tokens of the prompt (0 unless `measure`). Raises UserError for a row that a run would fail on.
+    """Tokens of the prompt (0 unless `measure`) of what `row` holds. Raises UserError for one that a run would fail on.
 
     That is what the hooks refuse and, of a prompt to answer, one that is empty, that ends with an answer or that the
-    chat template refuses. What SFT cannot use it leaves out itself.
+    chat template refuses. What SFT needs is one of `checks` (`rollout.sft_tokens.conversation_check`).
     """
+    assert not isinstance(row, BadLine)
     for check in checks:
-        check(config, sample)
+        try:
+            check(config, sample)
+        except MissingLabel as error:
+            meant = [] if config.label_key in row else similar_columns(row, config.label_key, LABELS)
+            hint = f"; there is no column {config.label_key!r}: --label-key {meant[0]}?" if meant else ""
+            raise MissingLabel(f"{error}{hint}") from error
     prompt, supervised = sample.prompt, config.loss.supervised
     if not supervised:
         if not (prompt.strip() if isinstance(prompt, str) else any(message["content"].strip() for message in prompt)):
@@ -110,6 +128,8 @@ def check_sample(
                 "the prompt ends with an assistant message, so that nothing is left to generate; end it with a user "
                 "message, or learn from whole conversations with --loss-type sft_loss"
             )
+        if template is not None and not isinstance(prompt, str):
+            template.refuse_control_texts(prompt)
     if template is not None and measure:
         return len(template.prompt_ids(prompt, sample.tools))
     if template is not None and not isinstance(prompt, str) and not supervised:
@@ -125,6 +145,20 @@ def samples_from_file(
     Raises ConfigError or DataError, naming file and row.
     """
     return RowReader(config).read(path, input_key=input_key, label_key=label_key)[0]
+
+
+def _no_prompt(row: Row, config: Config) -> str:
+    """What to say of a row without a prompt: the columns that may hold it, and its label."""
+    key = config.input_key
+    filled = [name for name, value in row.items() if value is not None]
+    said = f"no column {key!r}{' (it is null)' if key in row else ''}, only {', '.join(filled) or 'nulls'}"
+    meant = similar_columns(filled, key, QUESTIONS)
+    if key in row or not meant:
+        return f"{said}; set --input-key (--eval-input-key)"
+    labels = [] if config.label_key in filled else similar_columns(filled, config.label_key, LABELS)
+    labels = [name for name in labels if name != meant[0]]
+    advice = f"--input-key {meant[0]}" + (f" --label-key {labels[0]}" if labels else "")
+    return f"{said}; set {advice} (of evaluation sets: --eval-input-key)"
 
 
 def _prompt(value: Any, as_user_message: bool, where: str) -> list[Message] | str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +14,6 @@ from slime_retool.config.data_sets import DataSet
 from slime_retool.data.rows import RowReader
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.types import Sample
-
-logger = logging.getLogger(__name__)
 
 
 class PromptDataSource:
@@ -57,7 +54,15 @@ class PromptDataSource:
 
     def return_groups(self, groups: list[list[Sample]]) -> None:
         """Draw these groups' rows again, in this order, as fresh samples before any other."""
-        self._returned += [group[0].row for group in groups]
+        self.return_rows([group[0].row for group in groups])
+
+    def return_rows(self, rows: Sequence[int]) -> None:
+        """`return_groups` by `Sample.row`."""
+        self._returned += rows
+
+    def sample_of_row(self, row: int, index: int, group_index: int) -> Sample:
+        """A row that was drawn before (`Sample.row`), as a fresh sample."""
+        return copy_sample(self._rows[row], index, group_index)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is only valid with."""
@@ -115,11 +120,6 @@ class _Stream:
         before = len(self.rows) + self.num_dropped
         if not self.rows:
             raise DataError(f"{data.file}: all {before} prompts have more than {limit_text}; raise it")
-        if self.num_dropped:
-            logger.warning(
-                "%s: %d of %d rows left out, their prompt has more than %d tokens",
-                data.file, self.num_dropped, before, limit,
-            )  # fmt: skip
         if with_source or data.is_named:
             for sample in self.rows:
                 sample.source = data.name

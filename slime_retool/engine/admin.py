@@ -70,6 +70,10 @@ class EngineAdmin:
         """End running requests (finish reason "abort"); returns when none is left. New ones wait until `resume`."""
         self._post("/pause_generation", {"mode": "abort"})
 
+    def abort(self) -> None:
+        """Tell running requests to end (finish reason "abort", with what they have); returns at once."""
+        self._request("/abort_request", {"abort_all": True})
+
     def resume(self) -> None:
         """Go on generating after `pause`."""
         self._post("/continue_generation", {})
@@ -205,7 +209,7 @@ def every_engine(
     meanwhile: Callable[[list[Future[None]]], None] | None = None,
 ) -> None:
     """Call all engines at once, and `meanwhile(futures)` on this thread; raises the first engine's error."""
-    pool = ThreadPoolExecutor(len(engines), thread_name_prefix="engine-admin")
+    pool = ThreadPoolExecutor(max(1, len(engines)), thread_name_prefix="engine-admin")
     futures = [pool.submit(call, engine) for engine in engines]
     try:
         if meanwhile is not None:

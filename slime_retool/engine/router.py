@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 from slime_retool.config import Config
 from slime_retool.engine import router_main
-from slime_retool.engine.process import Server
+from slime_retool.engine.process import Server, ServerError, direct
 
 HOST = "127.0.0.1"
 STARTUP_TIMEOUT = 120.0
+ADMIN_SECONDS = 10.0
 
 
 class RouterProcess(Server):
@@ -54,3 +60,36 @@ class RouterProcess(Server):
             num_ports=2,
             grace=3.0,
         )
+
+    def add(self, worker_url: str) -> None:
+        """Send requests to this engine too. Raises ServerError where the router does not take it."""
+        self._ask("/workers", "POST", {"url": worker_url})
+        self._wait_until(lambda: worker_url in self._workers(), f"taken {worker_url} in")
+
+    def remove(self, worker_url: str) -> None:
+        """Send no further request to this engine; those that it has run on. Raises ServerError."""
+        workers = self._workers()
+        if worker_url in workers:
+            self._ask(f"/workers/{workers[worker_url]}", "DELETE")
+        self._wait_until(lambda: worker_url not in self._workers(), f"taken {worker_url} out")
+
+    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + ADMIN_SECONDS
+        while not done():
+            if time.monotonic() > deadline:
+                raise ServerError(f"the router has not {what} within {ADMIN_SECONDS:g} s")
+            time.sleep(0.01)
+
+    def _workers(self) -> dict[str, str]:
+        """{URL: the router's name} of the engines that it sends requests to."""
+        return {worker["url"]: worker["id"] for worker in self._ask("/workers", "GET")["workers"]}
+
+    def _ask(self, path: str, method: str, body: dict[str, str] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
+        try:
+            with direct.open(request, timeout=ADMIN_SECONDS) as reply:
+                return json.loads(reply.read())
+        except (OSError, ValueError, HTTPException) as error:
+            raise ServerError(f"the router does not answer {method} {path}: {error}") from error

@@ -46,6 +46,24 @@ def closing(text: str, start: int, opens: str, closes: str) -> int:
     return -1
 
 
+_MAX_PARTS = 64
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """The parts of `text` between separators outside all brackets; empty when there is no separator, or too many."""
+    parts, depth, begin, position = [], 0, 0, 0
+    while position < len(text):
+        if depth == 0 and text.startswith(separator, position):
+            parts.append(text[begin:position])
+            position = begin = position + len(separator)
+            continue
+        depth += (text[position] in "([{") - (text[position] in ")]}")
+        position += 1
+    if not parts or len(parts) >= _MAX_PARTS:
+        return []
+    return [*parts, text[begin:]]
+
+
 _STATED = re.compile(r"(?:\bAnswer\**[ \t]*(?:is[ \t]*)?:\**|\banswer is)[ \t]*([^\n]+)", re.IGNORECASE)
 
 

@@ -14,28 +14,29 @@ from fractions import Fraction
 from functools import partial
 from itertools import chain
 
-from slime_retool.reward.boxed import closing
+from slime_retool.reward.boxed import closing, split_outside
 from slime_retool.reward.normalize import compact, join_digit_groups, rational, spell, unwrap
+from slime_retool.reward.python_text import constants_as_named
 
 Symbolic = Callable[[str, str], bool]
 """(ground truth, answer), both one LaTeX expression -> whether they are equal."""
 
-_MAX_ITEMS = 64
 _MAX_DEPTH = 32
 """What is nested deeper equals nothing but the same text."""
 _MAX_SYMBOLIC = 400
 """Longer expressions are compared as text alone."""
 
 _OPEN, _CLOSE = "([{", ")]}"
-_WORD_SEPARATOR = re.compile(r"\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+_AND, _OR = "\x01", "\x02"
+"""Stand for the words while an answer is read."""
+_WORD_SEPARATOR = re.compile(r"\\text\s*\{\s*(?:,\s*)?(and|or)\s*\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])")
 _NAMES = r"\(\s*\w(?:\s*,\s*\w)*\s*\)"
 _NAME = rf"(?:{_NAMES}|\\?[A-Za-z]+'*(?:\s*_\s*(?:\w|\{{\w+\}}))?(?:\s*{_NAMES})?|\\text\s*\{{[^{{}}]*\}})"
 _ASSIGNMENT = re.compile(rf"^\s*(?P<name>{_NAME})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(?=\S)")
 _ARITHMETIC = re.compile(r"^[\d\s.+*/^(){}-]*(?:\\(?:cdot|frac|sqrt)[\d\s.+*/^(){}-]*)*=\s*(?=\S)")
-_CHAIN = re.compile(
-    r"^(?P<low>[^<>]+?)(?P<a><|\\le(?![A-Za-z]))(?P<name>\s*[A-Za-z]\s*)(?P<b><|\\le(?![A-Za-z]))(?P<high>[^<>]+)$"
-)
-_HALF_LINE = re.compile(r"^(?P<name>\s*[A-Za-z]\s*)(?P<sign><|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))(?P<bound>[^<>=]+)$")
+_RELATION = re.compile(r"(<|>|\\[lg]e(?![A-Za-z]))")
+_RISING, _FALLING, _CLOSED = {"<", "\\le"}, {">", "\\ge"}, {"\\le", "\\ge"}
+_VARIABLE = re.compile(r"^(?:[A-Za-z]|\\(?!pi(?![a-z])|infty)[a-z]+)(?:_(?:\w|\{\w+\}))?$")
 _MATRIX = re.compile(
     r"^\\begin\{(?:[bpv]?matrix|array)\}(?:\{[lcr|]*\})?(?P<body>.*)\\end\{(?:[bpv]?matrix|array)\}$", re.DOTALL
 )
@@ -68,6 +69,7 @@ class Group:
 
 
 Answer = Leaf | Group
+_LOWEST, _HIGHEST = Leaf("-\\infty"), Leaf("\\infty")
 
 
 def same_answer(ground_truth: str, answer: str, symbolic: Symbolic) -> bool:
@@ -76,6 +78,7 @@ def same_answer(ground_truth: str, answer: str, symbolic: Symbolic) -> bool:
     A unit or a name that only one of them has does not count; where both have one, it must be the same.
     """
     (truth, true_unit), (stated, unit) = spell(ground_truth), spell(answer)
+    stated = constants_as_named(truth, stated)
     if true_unit and unit and true_unit != unit:
         return False
     return compact(stated) == compact(truth) != "" or _same(_parse(truth), _parse(stated), symbolic)
@@ -86,28 +89,32 @@ def _parse(text: str, depth: int = 0) -> Answer:
     if depth == _MAX_DEPTH:
         return Leaf("")
     parse = partial(_parse, depth=depth + 1)
-    alternatives = " or " in text or "{ or }" in text
-    whole = unwrap(_WORD_SEPARATOR.sub(",", text).strip().strip(","))
+    text = _WORD_SEPARATOR.sub(lambda match: _AND if (match[1] or match[2]) == "and" else _OR, text)
+    if (condition := _condition(text, depth)) is not None:
+        return condition
+    whole = unwrap(text.replace(_AND, ",").replace(_OR, ",").strip().strip(","))
     value, names = _right_hand_side(whole)
     if (number := join_digit_groups(value)) != value:
         return Leaf(number, names=names)
     if match := _MATRIX.match(value):
         rows = [tuple(parse(cell) for cell in row.split("&")) for row in _ROW_BREAK.split(match["body"]) if row.strip()]
         return Group("matrix", tuple(Group("row", row) for row in rows), names)
-    if parts := _split(whole, ","):
-        half_lines = alternatives and all(_HALF_LINE.match(part) or _CHAIN.match(part) for part in parts)
-        return Group("union" if half_lines else "set", _flat(map(parse, parts)))
-    value, names = _interval(value, names)
-    if parts := _split(value, "\\cup"):
+    if parts := split_outside(whole, ","):
+        return Group("set", _flat(map(parse, parts)))
+    if parts := split_outside(value, "\\cup"):
         return Group("union", tuple(map(parse, parts)), names)
     inner, brackets = _inside(value)
     if brackets == "{}":
-        return Group("set", _flat(map(parse, _split(inner, ",") or ([inner] if inner.strip() else []))), names)
-    if brackets and (parts := _split(inner, ",")):
+        return Group("set", _flat(map(parse, split_outside(inner, ",") or ([inner] if inner.strip() else []))), names)
+    if brackets and (parts := split_outside(inner, ",")):
         return Group(brackets, tuple(map(parse, parts)), names)
+    if brackets == "[]" and inner.strip():
+        return Group(brackets, (parse(inner),), names)
     if brackets == "()" and inner.strip():
         alone = parse(inner)
         return replace(alone, names=names | alone.names)
+    if value == "\\mathbb{R}":
+        return Group("()", (_LOWEST, _HIGHEST), names)
     if _SIGNS.search(value):
         both = (value.replace("\\pm", plus).replace("\\mp", minus) for plus, minus in ("+-", "-+"))
         return Group("set", tuple(Leaf(text.strip()) for text in both), names)
@@ -130,18 +137,67 @@ def _right_hand_side(text: str) -> tuple[str, frozenset[str]]:
     return unwrap(text.strip()), frozenset(names)
 
 
-def _interval(text: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
-    """An inequality in one variable as the interval it stands for."""
-    if match := _CHAIN.match(text):
-        left, right = ("(" if match["a"] == "<" else "["), (")" if match["b"] == "<" else "]")
-        text = f"{left}{match['low']},{match['high']}{right}"
-    elif match := _HALF_LINE.match(text):
-        sign, bound = match["sign"], match["bound"]
-        if sign in ("<", "\\le"):
-            text = f"(-\\infty,{bound}{')' if sign == '<' else ']'}"
-        else:
-            text = f"{'(' if sign == '>' else '['}{bound},\\infty)"
-    return text, frozenset([match["name"].strip()]) if match else names
+def _condition(text: str, depth: int) -> Group | None:
+    """What one variable may be, by inequalities and "and" and "or" between them; None for all other text.
+
+    An interval, or a union of intervals.
+    """
+    text = unwrap(text.strip().strip(",").strip())
+    if depth == _MAX_DEPTH or not _RELATION.search(text):
+        return None
+    inner, brackets = _inside(text)
+    if brackets == "()":
+        return _condition(inner, depth + 1)
+    if parts := split_outside(text, _OR):
+        parts = [each for part in parts for each in split_outside(part, ",") or [part] if each.strip()]
+        return _union([_condition(part, depth + 1) for part in parts])
+    if parts := split_outside(text, _AND):
+        return _intersection([_condition(part, depth + 1) for part in parts])
+    sides, signs = _RELATION.split(text)[::2], _RELATION.findall(text)
+    if "=" in text or split_outside(text, ",") or not all(side.strip() for side in sides):
+        return None
+    if set(signs) <= _FALLING:
+        sides, signs = sides[::-1], signs[::-1]
+    elif not set(signs) <= _RISING:
+        return None
+    sides = [unwrap(side.strip()) for side in sides]
+    if len(sides) == 3 and _VARIABLE.match(sides[1]):
+        low, name, high = sides
+    elif len(sides) == 2 and (names := [side for side in sides if _VARIABLE.match(side)]):
+        name = max(names)  # of a < x the one that is later in the alphabet
+        low, high = ("-\\infty", sides[1]) if sides[0] == name else (sides[0], "\\infty")
+    else:
+        return None
+    left = "[" if signs[0] in _CLOSED and compact(low) != "-\\infty" else "("
+    right = "]" if signs[-1] in _CLOSED and compact(high) != "\\infty" else ")"
+    ends = _parse(low, depth + 1), _parse(high, depth + 1)
+    return Group(left + right, ends, frozenset([compact(name)]))
+
+
+def _union(conditions: Sequence[Group | None]) -> Group | None:
+    parts: list[Answer] = []
+    for condition in conditions:
+        if condition is None:
+            return None
+        parts += condition.items if condition.kind == "union" else [condition]
+    return Group("union", tuple(parts))
+
+
+def _intersection(conditions: Sequence[Group | None]) -> Group | None:
+    """Of intervals of one variable that give each end at most once."""
+    names: set[frozenset[str]] = set()
+    lows: list[tuple[str, Answer]] = []
+    highs: list[tuple[str, Answer]] = []
+    for condition in conditions:
+        if condition is None or condition.kind == "union":
+            return None
+        names.add(condition.names)
+        lows += [(condition.kind[0], condition.items[0])] if condition.items[0] != _LOWEST else []
+        highs += [(condition.kind[1], condition.items[1])] if condition.items[1] != _HIGHEST else []
+    if len(names) > 1 or len(lows) > 1 or len(highs) > 1:
+        return None
+    (left, low), (right, high) = [*lows, ("(", _LOWEST)][0], [*highs, (")", _HIGHEST)][0]
+    return Group(left + right, (low, high), names.pop())
 
 
 def _inside(text: str) -> tuple[str, str]:
@@ -153,21 +209,6 @@ def _inside(text: str) -> tuple[str, str]:
     return "", ""
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """The parts of `text` between separators outside all brackets; empty when there is no separator."""
-    parts, depth, begin, position = [], 0, 0, 0
-    while position < len(text):
-        if depth == 0 and text.startswith(separator, position):
-            parts.append(text[begin:position])
-            position = begin = position + len(separator)
-            continue
-        depth += (text[position] in _OPEN) - (text[position] in _CLOSE)
-        position += 1
-    if not parts or len(parts) >= _MAX_ITEMS:
-        return []
-    return [*parts, text[begin:]]
-
-
 def _same(truth: Answer, answer: Answer, symbolic: Symbolic) -> bool:
     if isinstance(truth, Leaf) and isinstance(answer, Leaf):
         return _same_leaf(truth, answer, symbolic)
@@ -176,7 +217,9 @@ def _same(truth: Answer, answer: Answer, symbolic: Symbolic) -> bool:
     if isinstance(truth, Leaf) or isinstance(answer, Leaf):
         group, leaf = (answer, truth) if isinstance(truth, Leaf) else (truth, answer)
         assert isinstance(group, Group)
-        return group.kind == "set" and len(group.items) == 1 and _same(group.items[0], leaf, symbolic)
+        return group.kind in ("set", "row", "[]") and len(group.items) == 1 and _same(group.items[0], leaf, symbolic)
+    if answer.kind == "[]" and truth.kind == "()" and len(answer.items) == 1:
+        return _same(truth, answer.items[0], symbolic)
     as_python = answer.kind == "[]" and truth.kind in ("set", "row", "matrix")
     if not (as_python or truth.kind == answer.kind) or len(truth.items) != len(answer.items):
         return False

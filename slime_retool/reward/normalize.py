@@ -1,4 +1,4 @@
-r"""One spelling for the many ways in which LaTeX, or Python, writes the same answer.
+r"""One spelling for the many ways in which LaTeX, or Python (`python_text`), writes the same answer.
 
 Covers what Lewkowycz et al., "Solving Quantitative Reasoning Problems with Language Models" (Minerva), Appendix D,
 normalise. Unlike there, nothing that changes the value is removed: not a repeating decimal's bar, not the left-hand
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from slime_retool.reward.boxed import closing
+from slime_retool.reward.python_text import from_python
 
 MAX_LENGTH = 2000
 """Only the last so many characters of an answer are looked at: this bounds the work on degenerate text."""
@@ -25,6 +26,7 @@ _MACROS = {
     name: written
     for written, names in {
         "\\frac": "dfrac tfrac cfrac", "\\le": "leq leqslant", "\\ge": "geq geqslant", "\\ne": "neq",
+        "<": "lt", ">": "gt",
         "\\{": "lbrace", "\\}": "rbrace", "[": "lbrack", "]": "rbrack", "(": "langle", ")": "rangle",
         "\\cdot": "times", "\\circ": "degree", "\\emptyset": "varnothing",
         "\\text": "textrm textbf textit textsf texttt textnormal mbox hbox mathrm operatorname mathbf mathit "
@@ -35,17 +37,6 @@ _MACROS = {
     for name in names.split()
 }  # fmt: skip
 _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    # Markdown and Python
-    (r"(?<![A-Za-z\\])(?:c?math|numpy|np|sympy|sp)\.(?=[a-z])", ""), (r"(?<=\d)_(\d{3})(?!\d)", r"\1"),
-    (r"(?<![\w.])(\d+(?:\.\d*)?)[eE]([+-]?\d{1,3})(?![\w.])", r"\1\\cdot 10^{\2}"),
-    (r"(?<![A-Za-z\\])(?:oo|inf)(?![A-Za-z])", r"\\infty "), (r"(?<![A-Za-z\\])factorial\((\d+)\)", r"\1!"),
-    (r"^\s*\*\*(?!\*)(.*[^*])\*\*\s*$", r"\1"),
-    (r"(?<![A-Za-z])(?:Fraction|Rational)\(([^(),]*),([^(),]*)\)", r"\\frac{\1}{\2}"),
-    (r"^\s*Matrix\((.*)\)$", r"\1"), (r"\*\*\s*(?:\(([^()]*)\)|([+-]?\w+))", r"^{\1\2}"),
-    (r"<=", r"\\le "), (r">=", r"\\ge "), (r"(?<=\d)(?:j|\*I)(?![A-Za-z])", "i"),
-    (r"(?<![A-Za-z\\])log(?=\()", r"\\ln"), (r"(?<![A-Za-z\\])(sqrt|pi|exp|log|ln|sin|cos|tan)(?![A-Za-z])", r"\\\1"),
-    *2 * [(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}")],  # one in another, too
-    # LaTeX
     (r"^\s*\\\$\s*(?=[\d.])(.*)$", r"\1\\text{ dollar}"), (r"\^\s*\{?\s*\\circ\s*\}?\s*$", r"\\text{ deg}"),
     (r"\{,\}", ","), (r"\\[!,;:]|\{\s*\}", ""), (r"\\ |~", " "),
     (r"\\?\$|\\\(|\\\)|^\s*\\\[|(?<!\\)\\\]\s*$", ""), (r"\^\s*\{?\s*\\circ\s*\}?|\\circ\b", " "),
@@ -70,6 +61,9 @@ _UNITS = {
     for name in names.split()
 }
 """Each way to write a unit, or what is counted, without its plural s: its first name."""
+_SET_BUILDER = re.compile(
+    r"^\s*\\?\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|[:|])(.*(?:[<>]|\\[lg]e(?![a-z])).*?)\\?\}\s*$"
+)
 _UNIT = re.compile(r"(?<=[\d})])\s*((?!\^|\s)(?:\\text\s*\{[^{}]*\}|[A-Za-z/ .]|\^\s*\{?\s*[23]\s*\}?)+)$")
 _MACRO = re.compile(r"\\([A-Za-z]+)")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
@@ -95,6 +89,7 @@ def spell(answer: str) -> tuple[str, str]:
     Without math marks, sizes of brackets, degree signs and separators in a number. Text groups stay as \text{...}.
     """
     text = _MACRO.sub(lambda match: _MACROS.get(match[1], match[0]), answer.translate(_SIGNS)[-MAX_LENGTH:])
+    text = from_python(_SET_BUILDER.sub(r"\1", text))
     for pattern, written in _REWRITTEN:
         text = re.sub(pattern, written, text)
     text, unit = _without_unit(unwrap(text))

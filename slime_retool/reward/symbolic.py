@@ -70,8 +70,9 @@ class _Worker:
         null = subprocess.DEVNULL
         with theirs:
             try:
+                # In a session of its own: a terminal's Ctrl-C reaches the run alone, which may go on for a while.
                 self.process = subprocess.Popen(
-                    command, stdin=null, stdout=null, stderr=null, pass_fds=[theirs.fileno()]
+                    command, stdin=null, stdout=null, stderr=null, pass_fds=[theirs.fileno()], start_new_session=True
                 )
             except OSError as error:
                 raise RewardError(f"cannot start the math-verify worker: {error}") from error

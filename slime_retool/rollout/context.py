@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
 from slime_retool.protocols import ChatEngine, GenerationEngine
+from slime_retool.rollout.sft_tokens import ConversationTokenizer
 
 R = TypeVar("R")
 
@@ -40,6 +41,11 @@ class RolloutContext:
         """The tokenizer's. Raises ConfigError when it has none."""
         return ChatTemplate(self.tokenizer)
 
+    @cached_property
+    def conversations(self) -> ConversationTokenizer:
+        """SFT's, in the run's tool format. Raises ConfigError when the tokenizer has no template."""
+        return ConversationTokenizer(self.config.tool_format, self.tokenizer)
+
     async def resource(self, key: str, make: Callable[[Config], AbstractAsyncContextManager[R]]) -> R:
         """The shared resource `key` (a sandbox pool, say), made and entered at its first use."""
         if key not in self._resources:
@@ -47,6 +53,10 @@ class RolloutContext:
             # Stored before the first await, so that concurrent callers wait for one and the same entry.
             self._resources[key] = asyncio.ensure_future(self._stack.enter_async_context(manager))
         return await asyncio.shield(self._resources[key])
+
+    def with_engine(self, engine: GenerationEngine) -> RolloutContext:
+        """The same with another engine; resources are shared."""
+        return replace(self, engine=engine)
 
     async def aclose(self) -> None:
         self._resources.clear()

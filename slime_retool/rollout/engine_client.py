@@ -6,9 +6,12 @@ EngineError.
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from typing import Any
 
+from slime_retool.engine.upkeep import EngineService
 from slime_retool.errors import EngineError
 from slime_retool.protocols import Completion
 from slime_retool.rollout.json_client import JsonClient
@@ -19,14 +22,62 @@ ROUTING_HEADER = "X-SMG-Routing-Key"
 """Names the sample to sglang-router, whose `manual` policy then keeps its turns on one engine."""
 
 
+SERVING_POLL_SECONDS = 0.2
+
+
 class RouterClient(JsonClient):
-    """`GenerationEngine` over HTTP. `url` is the router's, or a server's."""
+    """`GenerationEngine` over HTTP. `url` is the router's, or a server's.
+
+    With a `service` whose engines are replaced when they die, what one of them had not answered is asked again of
+    the others, with the same ids, and as often as that happens; while none serves, requests wait. Such a request
+    fails only as the service does: with ServerError.
+    """
+
+    def __init__(self, url: str, *, service: EngineService | None = None, **limits: Any) -> None:
+        """`limits`: those of `JsonClient`."""
+        super().__init__(url, **limits)
+        self._service = service
+        self._one_look = asyncio.Lock()
+        self._looked = -math.inf
+
+    def _base(self) -> str:
+        return self._url if self._service is None else self._service.url
+
+    def _faults(self) -> int:
+        return 0 if self._service is None else self._service.faults
+
+    async def _fault_since(self, faults: int) -> bool:
+        if self._service is None:
+            return False
+        await self._look()
+        while not self._service.serving:
+            await asyncio.sleep(SERVING_POLL_SECONDS)
+            await self._look()
+        moved = self._service.faults != faults
+        self._stats.moved += moved
+        return moved
+
+    async def _look(self) -> None:
+        """Let the service look at its processes once more; one look is for all requests that failed before it began."""
+        assert self._service is not None
+        asked = time.monotonic()
+        async with self._one_look:
+            if self._looked <= asked:
+                self._looked = time.monotonic()
+                await asyncio.to_thread(self._service.look)
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        session: str | None = None,
+        cache_key: str | None = None,
     ) -> Completion:
         """Continue `input_ids`; `sampling_params` are SGLang's. Raises EngineError, see the class and the module."""
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "stream": False}
+        if cache_key is not None:
+            body["extra_key"] = cache_key
         headers = {} if session is None else {ROUTING_HEADER: session}
         completion = parse_completion(await self.post("/generate", body, headers))
         self._stats.prompt_tokens += completion.prompt_tokens
@@ -64,6 +115,8 @@ def parse_completion(reply: Any) -> Completion:
     if entries is None and ids:
         raise EngineError("the engine returned no log-probs although return_logprob was set")
     entries = entries or []
+    if finish == "abort":  # ended between a token and its log-prob, perhaps: what has both counts
+        entries, ids = entries[: len(ids)], ids[: len(entries)]
     if [entry[1] for entry in entries] != ids:
         raise EngineError(f"the engine returned {len(ids)} tokens but log-probs of {len(entries)}, or of other tokens")
     return Completion(

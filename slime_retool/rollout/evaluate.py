@@ -20,12 +20,14 @@ from slime_retool.data.source import copy_sample
 from slime_retool.errors import RolloutError
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.eval_metrics import all_sets_metrics, set_metrics
-from slime_retool.rollout.hooks import USABLE, Hooks, run_all, run_sample
+from slime_retool.rollout.hooks import USABLE, Hooks, run_all, run_sample, score_again
 from slime_retool.rollout.sampling import evaluation_sampling_params
 from slime_retool.rollout.transcripts import Transcripts
 from slime_retool.types import Sample
 
 logger = logging.getLogger(__name__)
+SCORING = ("reward", "scoring", "hooks")
+"""Settings that --rescore may change."""
 
 
 async def evaluate(
@@ -35,7 +37,8 @@ async def evaluate(
 
     Returns the metrics of `rollout.eval_metrics`. Samples lost to outages are not part of an accuracy, and counted in
     `failed`. Each transcript is written as it ends, to `output_dir/eval/<name>_<rollout_id>.jsonl`; with `resume`
-    those that are there already are not generated again (the weights must be the same).
+    those that are there already are not generated again (the weights must be the same), and with `config.rescore` they
+    are all scored again before anything else; then what only scores depend on may have changed.
 
     Raises RolloutError when no sample of a set could be scored, ConfigError when `resume` meets samples of another
     evaluation, and whatever a hook raises that is not a RolloutError.
@@ -64,8 +67,18 @@ async def evaluate(
                     further={"rollout_id": rollout_id, "eval_set": name},
                     setting=_setting(config, hooks, params, samples),
                     resume=resume,
+                    may_differ=SCORING if config.rescore else (),
                 )
             )
+            if kept := transcripts[name].done:
+                logger.info(
+                    "evaluation set %r: %d of %d samples are there already and %s",
+                    name, len(kept), len(copies[name]),
+                    "are scored again" if config.rescore else "keep their scores; --rescore scores them again",
+                )  # fmt: skip
+                if config.rescore:
+                    again = (score_again(config, hooks, sample) for sample in kept.values())
+                    transcripts[name].write_again(await run_all(again))
 
         async def run(name: str, sample: Sample) -> Sample:
             done = transcripts[name].done.get(sample.index)

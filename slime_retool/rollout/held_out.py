@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from slime_retool.errors import DataError
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.sft_rollout import to_train_sample
-from slime_retool.rollout.sft_tokens import ConversationTokenizer
 from slime_retool.types import Sample, TrainSample
 
 
@@ -19,13 +18,12 @@ def held_out_samples(context: RolloutContext, eval_sets: dict[str, list[Sample]]
     conversation that cannot be tokenized (a metric over another set each time would tell nothing) and for an empty set.
     """
     config = context.config
-    tokenize = ConversationTokenizer(config.tool_format, context.tokenizer)
     found: dict[str, list[TrainSample]] = {}
     for name, samples in eval_sets.items():
         kept = []
         for sample in samples:
             try:
-                train_sample = to_train_sample(tokenize, sample)
+                train_sample = to_train_sample(context.conversations, sample)
             except DataError as error:
                 raise DataError(f"held-out set {name!r}, conversation {sample.index + 1}: {error}") from error
             if config.fits_context(train_sample.length):

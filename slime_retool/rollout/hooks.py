@@ -15,6 +15,7 @@ from typing import Any
 
 from slime_retool.config import Config
 from slime_retool.data.rows import RowCheck
+from slime_retool.engine.process import ServerError
 from slime_retool.errors import ConfigError, RolloutError, UserError
 from slime_retool.protocols import GenerateFn, load_function, load_module
 from slime_retool.reward.runner import RewardRunner
@@ -120,12 +121,22 @@ async def run_sample(
         sample.status = SampleStatus.FAILED
         sample.error = f"{error.boundary}: {error}"
         hooks.failures.add(error.boundary, f"sample {sample.index} failed at the {sample.error}", error.__cause__)
-    except UserError:  # says in one line what is wrong
+    except (UserError, ServerError):  # says in one line what is wrong, and is no mistake in a hook
         raise
     except Exception:
         logger.error("%s raised at sample %d; this ends the rollout", where, sample.index)
         raise
     sample.spans = [*spans, *sample.spans]
+    return sample
+
+
+async def score_again(config: Config, hooks: Hooks, sample: Sample) -> Sample:
+    """A new reward for a sample that was generated and scored before. Raises whatever the hook raises."""
+    spans: list[Span] = []
+    with hooks.reward_time, timed("reward", spans):
+        sample.reward = await hooks.reward(config, sample)
+    sample.reward_value(config.reward_key)
+    sample.spans = [*(span for span in sample.spans if span["name"] != "reward"), *spans]
     return sample
 
 

@@ -6,18 +6,19 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slime_retool.chat import load_tokenizer
 from slime_retool.config import Config
-from slime_retool.config.groups import RL_ROLLOUT
+from slime_retool.config.groups import RL_ROLLOUT, SFT_ROLLOUT
 from slime_retool.config.schedule import with_num_rollout
-from slime_retool.data.readers import write_rows
-from slime_retool.data.rows import RowReader
+from slime_retool.data.readers import Row, write_rows
+from slime_retool.data.rows import RowCheck, RowReader
 from slime_retool.data.source import PromptDataSource, load_eval_samples
+from slime_retool.engine.upkeep import EngineService
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import RolloutFn, load_function
 from slime_retool.rollout import evaluate as evaluation
@@ -27,11 +28,17 @@ from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel, row_checks
+from slime_retool.rollout.open_turns import Aside, OpenTurns
+from slime_retool.rollout.replay import dump_batch
+from slime_retool.rollout.sft_tokens import conversation_check
+from slime_retool.rollout.stream import Stream, rows_of
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
 from slime_retool.types import RolloutBatch, TrainSample
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Made = concurrent.futures.Future[tuple[RolloutBatch, dict[str, Any]]]
+"""A batch, and the data's position after it."""
 
 CLOSE_SECONDS = 15.0
 
@@ -53,29 +60,38 @@ class RolloutManager:
                 raise ConfigError("--hf-checkpoint is required: its tokenizer renders the prompts")
             tokenizer = load_tokenizer(config.hf_checkpoint)
             _warn_of_untrained_tokens(config.hf_checkpoint, tokenizer, config.tool_format)
-        scored = config.rollout_function_path == RL_ROLLOUT  # another function may use no hook
-        reader = RowReader(config, tokenizer, row_checks(config) if scored else ())
+        reader = RowReader(config, tokenizer, _row_checks(config, tokenizer))
         self.data = PromptDataSource(config, tokenizer, reader)
         self.config = config = with_num_rollout(config, self.data.num_rows)
         self.eval_sets = load_eval_samples(config, reader)
         if reader.skipped:
-            path = Path(config.output_dir) / "skipped_rows.jsonl"
-            logger.warning("%d rows cannot be used and are left out, see %s", write_rows(path, reader.skipped), path)
+            _tell_of_skipped(config, reader.skipped)
         self._rollout: RolloutFn = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:
             Hooks.load(config)
+        self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
+        self._held_out: dict[str, list[TrainSample]] | None = None
+        if config.loss.supervised and not config.debug_rollout_only:
+            self.held_out()  # now, so that a conversation that cannot be used ends the start
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
         self._closed = False
         self._working: set[asyncio.Task[Any]] = set()
         self._client: RouterClient | None = None
-        self._context = RolloutContext(config=config, tokenizer=tokenizer, engine=None)
-        self._held_out: dict[str, list[TrainSample]] | None = None
+        self._position = self.data.state_dict()
+        """In the data, after the batch that `generate` returned last."""
+        self._ahead: tuple[int, Made] | None = None
+        """A rollout whose batch is being made before it is asked for."""
+        self._turns: OpenTurns | None = None
+        """With --max-staleness: the engine, over weight updates."""
+        self._stream: Stream | None = None
+        self._restored: dict[str, Any] | None = None
+        """The open groups of a checkpoint, until the stream begins."""
 
-    def connect(self, router_url: str) -> None:
-        """Generate through this router from now on."""
-        self._call(self._connect(router_url))
+    def connect(self, router: str | EngineService) -> None:
+        """Generate through this router from now on; behind a URL nothing is replaced when it dies."""
+        self._call(self._connect(router))
         settle_garbage_collector()
 
     def connect_endpoint(self, url: str, model: str, api_key: str | None) -> None:
@@ -94,13 +110,25 @@ class RolloutManager:
         self._context.chat = self._call(self._context.resource("chat endpoint", make))
 
     def generate(self, rollout_id: int) -> RolloutBatch:
-        """Make one training batch with `--rollout-function-path`; its errors are raised here."""
-        return self._call(self._generate(rollout_id))
+        """Make one training batch with `--rollout-function-path`; its errors are raised here.
+
+        SFT depends on nothing that is trained: while the caller trains on a batch, the next one is made.
+        """
+        if self._ahead is not None and self._ahead[0] != rollout_id:
+            self.load_state_dict(self._position)
+        made = self._start(rollout_id) if self._ahead is None else self._ahead[1]
+        self._ahead = None
+        batch, self._position = _wait(made)
+        is_last = rollout_id + 1 >= (self.config.num_rollout or 0)
+        if self.config.rollout_function_path == SFT_ROLLOUT and not is_last:
+            self._ahead = rollout_id + 1, self._start(rollout_id + 1)
+        return batch
 
     def evaluate(self, rollout_id: int = -1, *, resume: bool = False) -> dict[str, float]:
         """Metrics of all evaluation sets, see `rollout.evaluate`."""
-        work = partial(evaluation.evaluate, self._context, self.eval_sets, rollout_id, resume=resume)
-        return self._call(self._work(work))
+        context = self._context if self._turns is None else self._context.with_engine(Aside(self._turns))
+        work = partial(evaluation.evaluate, context, self.eval_sets, rollout_id, resume=resume)
+        return self._call(self._work(work, context))
 
     def held_out(self) -> dict[str, list[TrainSample]]:
         """The evaluation sets as SFT's validation data, see `rollout.held_out`; made once."""
@@ -108,13 +136,51 @@ class RolloutManager:
             self._held_out = held_out_samples(self._context, self.eval_sets)
         return self._held_out
 
+    # Weight updates, with --max-staleness: hold, drained (and the engines told to end what runs), update, go_on.
+
+    def hold(self) -> None:
+        """Send nothing more to the engines until `go_on`."""
+        if self._turns is not None:
+            self._loop.call_soon_threadsafe(self._turns.hold)
+
+    def drained(self, seconds: float) -> bool:
+        """Whether no request is at the engines, now or within so many seconds."""
+        return self._turns is None or self._call(self._turns.places.empty(seconds))
+
+    def go_on(self, version: int) -> None:
+        """The engines hold weights `version`: generation goes on."""
+        if self._turns is not None:
+            self._call(self._work(partial(self._go_on, version)))
+
+    def stop_generating(self) -> None:
+        """End what goes on across updates, while the engines still answer."""
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            try:
+                self._call(stream.aclose(), CLOSE_SECONDS)
+            except concurrent.futures.TimeoutError:
+                logger.warning("a hook blocks the event loop; what it generates is left behind")
+
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data."""
-        return self.data.state_dict()
+        """The position in the data after the last batch that `generate` returned, and the open conversations."""
+        if self._stream is not None:
+            return self._call(self._state_of_stream(self._stream))
+        return self._position if self._restored is None else self._position | {"stream": self._restored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ConfigError when the data is another."""
+        """Go on where `state` was taken: in the data, and with its conversations, from the next `go_on` on.
+
+        Raises ConfigError when the data is another.
+        """
+        if self._ahead is not None:
+            concurrent.futures.wait([self._ahead[1]])  # its thread draws from the data
+            self._ahead = None
+        self.stop_generating()
         self.data.load_state_dict(state)
+        self._restored = state.get("stream") if self.config.max_staleness else None
+        if "stream" in state and self._restored is None:
+            self.data.return_rows(rows_of(state["stream"]))
+        self._position = self.data.state_dict()
 
     def close(self) -> None:
         """End all that is running, resources of hooks included; safe to call twice."""
@@ -138,47 +204,84 @@ class RolloutManager:
         self.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run on the loop and wait. An interrupt here (Ctrl-C) cancels what runs there."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(timeout)
-        except BaseException:
-            future.cancel()
-            raise
+        """Run on the loop and wait."""
+        return _wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop), timeout)
 
-    async def _connect(self, router_url: str) -> None:
+    def _start(self, rollout_id: int) -> Made:
+        return asyncio.run_coroutine_threadsafe(self._generate(rollout_id), self._loop)
+
+    async def _connect(self, router: str | EngineService) -> None:
         if self._client is not None:
             await self._client.aclose()
         config = self.config
+        service = None if isinstance(router, str) else router
         self._client = RouterClient(
-            router_url,
+            router if isinstance(router, str) else router.url,
+            service=service,
             concurrency=config.sglang_server_concurrency * max(1, config.num_engines),
             timeout=config.rollout_request_timeout,
             retries=config.rollout_request_retries,
         )
-        self._context.engine = self._client
+        if config.max_staleness == 0:
+            self._context.engine = self._client
+        elif self._turns is None:
+            self._turns = self._context.engine = OpenTurns(
+                self._client,
+                concurrency=self._client.concurrency,
+                tokenizer=self._context.tokenizer,
+                keeps_cache=config.keeps_cache,
+            )
+        else:
+            self._turns.engine = self._client
 
-    async def _generate(self, rollout_id: int) -> RolloutBatch:
-        if self._client is not None:
-            self._client.take_stats()
-        batch = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
+    def _open_stream(self) -> Stream:
+        """The stream, begun at its first use, with the groups of a checkpoint."""
+        assert self._turns is not None, "connect comes first"
+        if self._stream is None:
+            self._stream = Stream(self._context, self.data, self._turns)
+        return self._stream
+
+    async def _go_on(self, version: int) -> None:
+        stream = self._open_stream()
+        if self._restored is not None:
+            stream.load_state_dict(self._restored, version)
+            self._restored = None
+        stream.go_on(version)
+
+    async def _state_of_stream(self, stream: Stream) -> dict[str, Any]:
+        return self.data.state_dict() | {"stream": stream.state_dict()}
+
+    async def _generate(self, rollout_id: int) -> tuple[RolloutBatch, dict[str, Any]]:
+        if self._turns is None:
+            if self._client is not None:
+                self._client.take_stats()
+            batch = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
+        else:
+            batch = await self._work(partial(self._open_stream().next_batch, rollout_id))
         if self._client is not None:
             stats = self._client.take_stats()
             batch.metrics |= {
                 "rollout/engine_requests": float(stats.requests),
                 "rollout/engine_retries": float(stats.retries),
+                # Asked again because an engine or the router was replaced.
+                "rollout/engine_moved": float(stats.moved),
                 # Prompt tokens that the engines had in their cache.
                 "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
             }
-        return batch
+            if self._stream is not None:
+                read = stats.prompt_tokens - stats.cached_tokens + stats.completion_tokens
+                batch.metrics["rollout/reread_ratio"] = batch.metrics["rollout/reread_tokens"] / max(read, 1)
+        if self.config.dumps(rollout_id):
+            await asyncio.to_thread(dump_batch, self.config.output_dir, rollout_id, batch)
+        return batch, self.data.state_dict()
 
-    async def _work(self, start: Callable[[], Awaitable[T]]) -> T:
+    async def _work(self, start: Callable[[], Awaitable[T]], context: RolloutContext | None = None) -> T:
         """Await what `start` returns: hooks find the context, and `close` finds the task."""
         task = asyncio.current_task()
         assert task is not None
         self._working.add(task)
         try:
-            async with use_context(self._context):
+            async with use_context(context or self._context):
                 return await start()
         finally:
             self._working.discard(task)
@@ -186,9 +289,36 @@ class RolloutManager:
     async def _close(self) -> None:
         # Only what was asked of us: resources end their own tasks.
         await cancel(list(self._working))
+        if self._stream is not None:
+            await self._stream.aclose()
         await self._context.aclose()
         if self._client is not None:
             await self._client.aclose()
+
+
+def _row_checks(config: Config, tokenizer: Any) -> Sequence[RowCheck]:
+    """What the run needs of a data row. A rollout function of one's own may use no hook."""
+    if config.rollout_function_path == SFT_ROLLOUT:
+        return [conversation_check(config.tool_format, tokenizer)]
+    return row_checks(config) if config.rollout_function_path == RL_ROLLOUT else ()
+
+
+def _tell_of_skipped(config: Config, rows: list[Row]) -> None:
+    if config.dry_run:  # which writes nothing
+        first = f"{rows[0]['file']}, row {rows[0]['row']}: {rows[0]['reason']}"
+        logger.warning("%d rows cannot be used and would be left out, the first: %s", len(rows), first)
+        return
+    path = Path(config.output_dir) / "skipped_rows.jsonl"
+    logger.warning("%d rows cannot be used and are left out, see %s", write_rows(path, rows), path)
+
+
+def _wait(future: concurrent.futures.Future[T], timeout: float | None = None) -> T:
+    """An interrupt here (Ctrl-C) cancels what runs on the loop."""
+    try:
+        return future.result(timeout)
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def _warn_of_untrained_tokens(checkpoint: str, tokenizer: Any, tool_format: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 
 from slime_retool.errors import DataError
 from slime_retool.protocols import DataSource
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.failure_log import FailureLog
-from slime_retool.rollout.sft_tokens import ConversationTokenizer
+from slime_retool.rollout.sft_tokens import NO_CONVERSATION, ConversationTokenizer
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 
@@ -22,14 +23,19 @@ async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id
     Raises DataError when `max_sampling_rounds` times as many rows did not fill the batch.
     """
     # In a thread: rendering is pure CPU work and must not hold the event loop.
+    stop = threading.Event()
     with FailureLog() as failures:
-        return await asyncio.to_thread(_make_batch, context, data, failures)
+        try:
+            return await asyncio.to_thread(_make_batch, context, data, failures, stop)
+        finally:
+            stop.set()  # a thread cannot be cancelled, and the process waits for it
 
 
-def _make_batch(context: RolloutContext, data: DataSource, failures: FailureLog) -> RolloutBatch:
+def _make_batch(
+    context: RolloutContext, data: DataSource, failures: FailureLog, stop: threading.Event
+) -> RolloutBatch:
     config = context.config
     assert config.rollout_batch_size is not None
-    tokenize = ConversationTokenizer(config.tool_format, context.tokenizer)
     kept: list[TrainSample] = []
     too_long = refused = drawn = 0
     sources: Counter[str] = Counter()
@@ -45,9 +51,11 @@ def _make_batch(context: RolloutContext, data: DataSource, failures: FailureLog)
         missing = config.samples_per_rollout - len(kept)
         groups = data.next_groups(missing // config.n_samples_per_prompt)
         for sample in (sample for group in groups for sample in group):
+            if stop.is_set():
+                raise asyncio.CancelledError
             drawn += 1
             try:
-                train_sample = to_train_sample(tokenize, sample)
+                train_sample = to_train_sample(context.conversations, sample)
             except DataError as error:
                 refused, reason = refused + 1, str(error)
                 failures.add("data", f"conversation {sample.index} left out: {error}")
@@ -71,9 +79,7 @@ def _make_batch(context: RolloutContext, data: DataSource, failures: FailureLog)
 def to_train_sample(tokenize: ConversationTokenizer, sample: Sample) -> TrainSample:
     """A row's conversation as ids and mask. Raises DataError for one that cannot be trained on."""
     if isinstance(sample.prompt, str):
-        raise DataError(
-            "SFT needs conversations, this row's prompt is plain text; point --input-key at the column of messages"
-        )
+        raise DataError(NO_CONVERSATION)
     tokens, loss_mask = tokenize(sample.prompt, sample.tools)
     if loss_mask:
         loss_mask[0] = 0

@@ -7,12 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_retool.chat import ChatTemplate
-from slime_retool.data.loss_mask import tokenize_conversation
+from slime_retool.config import Config
+from slime_retool.data.loss_mask import (
+    refuse_empty_turns,
+    render_conversation,
+    require_assistant,
+    tokenize_conversation,
+)
+from slime_retool.data.rows import RowCheck
 from slime_retool.errors import DataError
 from slime_retool.tool_use.calls import ToolCall
 from slime_retool.tool_use.retool import RetoolFormat
-from slime_retool.types import Message, ToolSchema
+from slime_retool.types import Message, Sample, ToolSchema
 
+NO_CONVERSATION = (
+    "SFT needs conversations, this row's prompt is plain text; point --input-key at the column of messages"
+)
 _NO_LIMIT = 1 << 20
 """Tokens of a recorded observation: data is not cut."""
 
@@ -35,25 +45,43 @@ class ConversationTokenizer:
         """One mask entry per token. Raises DataError for a conversation that the format cannot hold."""
         if self._tool_format != "retool" or not tools:
             return tokenize_conversation(self._template, messages, tools)
+        return self._in_retool(self._format(tools), messages)
+
+    def check(self, messages: list[Message], tools: list[ToolSchema] | None = None) -> None:
+        """Raise DataError for a conversation that cannot be trained on, as far as that shows without its tokens."""
+        refuse_empty_turns(messages)
+        if self._tool_format != "retool" or not tools:
+            render_conversation(self._template, messages, tools)
+        else:
+            self._in_pieces(self._format(tools), messages)
+
+    def _format(self, tools: list[ToolSchema]) -> RetoolFormat:
         key = json.dumps(tools)
         if key not in self._formats:
             self._formats[key] = RetoolFormat(self._tokenizer, tools)
-        return self._in_retool(self._formats[key], messages)
+        return self._formats[key]
 
-    def _in_retool(self, form: RetoolFormat, messages: list[Message]) -> tuple[list[int], list[int]]:
+    def _in_pieces(
+        self, form: RetoolFormat, messages: list[Message]
+    ) -> tuple[list[Message], list[tuple[str, str | None]]]:
+        """The prompt, and the `_pieces` of the one assistant message behind it."""
+        require_assistant(messages)
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
         if first == 0 or any(message["role"] in ("user", "system") for message in messages[first:]):
             raise DataError(
                 "--tool-format retool puts a whole solution into one assistant message: a conversation must be a "
                 "prompt followed by assistant and tool messages only"
             )
-        ids = form.prompt_ids(messages[:first])
+        pieces = _pieces(messages[first:], form)
+        if any(self._template.end_token in text for text, _ in pieces):
+            raise DataError(f"an assistant message holds {self._template.end_token!r}, which ends a turn; remove it")
+        return messages[:first], pieces
+
+    def _in_retool(self, form: RetoolFormat, messages: list[Message]) -> tuple[list[int], list[int]]:
+        prompt, pieces = self._in_pieces(form, messages)
+        ids = form.prompt_ids(prompt)
         mask = [0] * len(ids)
-        for text, observation in _pieces(messages[first:], form):
-            if self._template.end_token in text:
-                raise DataError(
-                    f"an assistant message holds {self._template.end_token!r}, which ends a turn; remove it"
-                )
+        for text, observation in pieces:
             spoken = self._template.codec.encode(text)
             if observation is None:
                 spoken.append(self._template.end_token_id)
@@ -66,6 +94,18 @@ class ConversationTokenizer:
             ids += spoken + shown
             mask += [1] * len(spoken) + [0] * len(shown)
         return ids, mask
+
+
+def conversation_check(tool_format: str, tokenizer: Any) -> RowCheck:
+    """What `sft_rollout` needs of a data row: see `ConversationTokenizer.check`."""
+    tokenize = ConversationTokenizer(tool_format, tokenizer)
+
+    def check(args: Config, sample: Sample) -> None:
+        if isinstance(sample.prompt, str):
+            raise DataError(NO_CONVERSATION)
+        tokenize.check(sample.prompt, sample.tools)
+
+    return check
 
 
 def _code(form: RetoolFormat, function: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -56,27 +56,45 @@ class Transcripts:
 
     Without `resume` the file starts empty. With it, samples that an earlier evaluation left are in `done`, by
     `Sample.index`; those that FAILED or were ABORTED are not, so that they are tried again. `setting` describes what
-    the samples depend on and is kept beside the file; another one is refused.
+    the samples depend on and is kept beside the file; another one is refused, but for what `may_differ`: then samples
+    that are there must be written again (`write_again`), and until they are both files stay as they were.
     """
 
-    def __init__(self, path: Path, *, further: dict[str, Any], setting: dict[str, Any], resume: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, further: dict[str, Any], setting: dict[str, Any], resume: bool = False,
+        may_differ: Collection[str] = (),
+    ) -> None:  # fmt: skip
         """`further`: fields that every line holds beside the sample's own. Raises ConfigError, see the class."""
-        self._further = further
+        self._path, self._further = path, further
         self.done: dict[int, Sample] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".setting.json")
         text = json.dumps(setting, indent=1, sort_keys=True, default=repr)
         if resume and path.exists():
-            self._check(beside, text)
+            self._check(beside, text, may_differ)
             self.done = _read(path)
-        beside.write_text(text, encoding="utf-8")
-        dump_samples(path, ((sample, further) for sample in self.done.values()))
-        self._file = path.open("a", **ENCODING)
+        self._setting = beside, text
+        if self.done and may_differ:
+            self._file = path.open("a", **ENCODING)
+        else:
+            self._write_done()
 
     def add(self, sample: Sample) -> None:
         """Write one finished sample."""
         self._file.write(_line(sample, self._further))
         self._file.flush()
+
+    def write_again(self, samples: Iterable[Sample]) -> None:
+        """Replace those that were there already."""
+        self._file.close()
+        self.done = {sample.index: sample for sample in samples}
+        self._write_done()
+
+    def _write_done(self) -> None:
+        beside, text = self._setting
+        beside.write_text(text, encoding="utf-8")
+        dump_samples(self._path, ((sample, self._further) for sample in self.done.values()))
+        self._file = self._path.open("a", **ENCODING)
 
     def __enter__(self) -> Transcripts:
         return self
@@ -85,15 +103,15 @@ class Transcripts:
         self._file.close()
 
     @staticmethod
-    def _check(beside: Path, text: str) -> None:
+    def _check(beside: Path, text: str, may_differ: Collection[str]) -> None:
         before = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
         now = json.loads(text)
-        changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+        changed = sorted(key for key in {*before, *now} - {*may_differ} if before.get(key) != now.get(key))
         if changed:
             was, is_now = before.get(changed[0]), now.get(changed[0])
             raise ConfigError(
                 f"{beside.parent} holds samples of another evaluation ({changed[0]} was {was}, now it is {is_now}); "
-                "give a new --output-dir"
+                "give --rescore where only scores depend on it, else a new --output-dir"
             )
 
 

@@ -88,7 +88,7 @@ class Actor(ModelRole):
 
     # Checkpoints
 
-    def load(self) -> checkpoint.TrainerState | None:
+    def load(self, iteration: int | None = None) -> checkpoint.TrainerState | None:
         """Resume from --load, else take the weights in --ref-load (None). Also reads the reference model if needed.
 
         With LoRA the frozen weights are always --ref-load's, and --load holds the adapters.
@@ -116,4 +116,4 @@ class Actor(ModelRole):
             self.optimizer.reload_model_params()
             return None
         assert config.load is not None
-        return self.resume(config.load)
+        return self.resume(config.load, iteration)

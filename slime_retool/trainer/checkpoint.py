@@ -1,10 +1,13 @@
-"""Saving and loading a trainer's whole state in torch_dist, resumable in any TP/PP/DP layout.
+"""A trainer's whole state in torch_dist, resumable in any TP/PP/DP layout: what is where, and loading it.
+
+`trainer.checkpoint_writer` writes it.
 
     SAVE/latest_checkpointed_iteration.txt    written last, so it never names an incomplete checkpoint
     SAVE/iter_0000003/                        Megatron's files: weights, and keys `optimizer.*`
     SAVE/iter_0000003/trainer_state.json      rollout id, scheduler step, the caller's `extra`
     SAVE/iter_0000003/rng.pt                  torch's random state on rank 0
     SAVE/iter_0000003/lora.json               with LoRA, whose checkpoints hold adapters and not the frozen weights
+    SAVE/iter_0000003/files.json              size and digest of each file, looked at before a run goes on from it
 
 Models have no dropout, so training draws no random numbers after the weights were made; the random state is kept for
 hooks that draw some.
@@ -15,36 +18,23 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import shutil
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bridge.arithmetic import GIB
-from megatron_bridge.checkpoint import (
-    OLD,
-    PART,
-    checkpoint_name,
-    load_model_state,
-    model_state_dict,
-    resolve_checkpoint_dir,
-    write_latest,
-)
+from megatron_bridge.checkpoint import checkpoint_name, load_model_state, model_state_dict, resolve_checkpoint_dir
 from megatron_bridge.lora_spec import LoraSpec, is_adapter
-from megatron_bridge.torch_dist_io import TorchDistReader, no_checksums
-from slime_retool.errors import CheckpointError, SaveError
-from slime_retool.run_folder import free_bytes
+from megatron_bridge.torch_dist_io import TorchDistReader
+from slime_retool.errors import CheckpointError
+from slime_retool.run_folder import STATE_FILE
+from slime_retool.trainer.optimizer_state import OPTIMIZER_FORMAT
 
 logger = logging.getLogger(__name__)
-STATE_FILE = "trainer_state.json"
 RNG_FILE = "rng.pt"
-OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Optimizer state laid out like the weights, so that another TP, PP or DP size can read it."""
 
 T = TypeVar("T")
 
@@ -57,65 +47,6 @@ class TrainerState:
     scheduler_steps: int
     with_optimizer: bool
     extra: dict[str, Any]
-
-
-def save(
-    root: str, rollout_id: int, *, module: Any, optimizer: Any | None, scheduler_steps: int, extra: dict[str, Any],
-    lora: LoraSpec | None = None,
-) -> None:  # fmt: skip
-    """Write SAVE/iter_{rollout_id}. Collective. A crash at any moment leaves the previous checkpoint in force.
-
-    Give no `optimizer` before its first step: Adam has no state then. With `lora` only the adapters are written.
-    Raises SaveError when the disk does not take it.
-    """
-    final = Path(root) / checkpoint_name(rollout_id)
-    part, old = final.with_name(final.name + PART), final.with_name(final.name + OLD)
-    state = TrainerState(rollout_id, scheduler_steps, optimizer is not None, extra)
-    text = json.dumps(asdict(state), indent=1)  # fails on all ranks alike, before anything is written
-    if dist.get_rank() == 0:
-        for left_over in (*Path(root).glob(f"iter_*{PART}"), *Path(root).glob(f"iter_*{OLD}")):
-            shutil.rmtree(left_over, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
-    tensors = model_state_dict(module)
-    if lora is not None:
-        _take_out(tensors, lambda name: not is_adapter(name))
-    if optimizer is not None:
-        tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], metadata=dict(OPTIMIZER_FORMAT))
-    _write(tensors, part, rollout_id)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        torch.save(torch.get_rng_state(), part / RNG_FILE)
-        (part / STATE_FILE).write_text(text)
-        if lora is not None:
-            lora.write(part)
-        # Deleting takes its time, and `final` may be the checkpoint in force (of an earlier run into this folder).
-        if final.exists():
-            final.rename(old)
-        part.rename(final)
-        write_latest(root, rollout_id)
-        shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
-
-
-def _write(tensors: dict[str, Any], part: Path, rollout_id: int) -> None:
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint import CheckpointException
-
-    try:
-        with no_checksums():
-            dist_checkpointing.save(tensors, str(part))
-    except (CheckpointException, OSError) as error:  # the first on every rank, but only rank 0 has the reason
-        if dist.get_rank() == 0:
-            shutil.rmtree(part, ignore_errors=True)  # on a full disk it would stand in the way of what makes room
-        known = not isinstance(error, CheckpointException) or error.failures
-        reason = str(error).strip().splitlines()[-1] if known else "an error of another rank"
-        free = free_bytes(str(part.parent))  # not of `part`, which rank 0 may be deleting just then
-        raise SaveError(
-            f"the checkpoint of rollout {rollout_id} could not be written to {part.parent} ({reason}), where "
-            f"{free / GIB:.1f} GiB are free now; the checkpoints before it are whole: make room and "
-            "go on from them with --load"
-        ) from error
 
 
 def load(
@@ -143,7 +74,7 @@ def load(
     if lora is None:
         _check_vocabulary(directory, vocab_size)
     else:
-        kept = _take_out(tensors, lambda name: not is_adapter(name))
+        kept = take_out(tensors, lambda name: not is_adapter(name))
     if state.with_optimizer:
         tensors["optimizer"] = optimizer.sharded_state_dict(
             tensors["model"], is_loading=True, metadata=dict(OPTIMIZER_FORMAT)
@@ -168,7 +99,7 @@ def load_weights(root: str, *, module: Any, vocab_size: int, skip: Collection[st
     _check_adapters(directory, None)
     _check_vocabulary(directory, vocab_size)
     state = model_state_dict(module)
-    _load_tensors(directory, state, module, _take_out(state, lambda name: name in skip))
+    _load_tensors(directory, state, module, take_out(state, lambda name: name in skip))
 
 
 def _load_tensors(directory: Path, tensors: dict[str, Any], module: Any, kept: dict[str, Tensor]) -> dict[str, Any]:
@@ -188,7 +119,7 @@ def rows_of(root: str, name: str) -> int | None:
     return reader.shape(name)[0] if reader.holds(name) else None
 
 
-def _take_out(state: dict[str, Any], chosen: Callable[[str], bool]) -> dict[str, Tensor]:
+def take_out(state: dict[str, Any], chosen: Callable[[str], bool]) -> dict[str, Tensor]:
     """Remove parameters from a sharded state; returns their values, by name."""
     return {name: state["model"].pop(name).data for name in list(state["model"]) if chosen(name)}
 

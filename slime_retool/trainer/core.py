@@ -23,12 +23,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_bridge.checkpoint import checkpoint_name
 from megatron_bridge.cpu_compat import install_cpu_compat
 from slime_retool.algo.advantages import explained_variance
 from slime_retool.config import Config
@@ -36,6 +39,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.trainer import parallel
 from slime_retool.trainer.actor import Actor
 from slime_retool.trainer.batch import TrainBatch
+from slime_retool.trainer.checkpoint_writer import CheckpointWriter
 from slime_retool.trainer.critic import Critic
 from slime_retool.trainer.dump import dump_trained
 from slime_retool.trainer.prepare import Prepared, mismatch_of_first_step, prepare, weigh
@@ -44,6 +48,8 @@ from slime_retool.trainer.role import ModelRole, StepResult
 from slime_retool.types import RolloutBatch, TrainSample
 
 ROLES = ("all", "actor", "critic")
+WRITE_TIMEOUT = timedelta(hours=1)
+"""The slowest rank's disk may take this long for a checkpoint."""
 
 
 class Trainer:
@@ -85,6 +91,7 @@ class Trainer:
         self._actor = Actor(config, device=self.device, dtype=dtype) if roles != "critic" else None
         wants_critic = roles == "critic" or (roles == "all" and config.uses_critic)
         self._critic = Critic(config, device=self.device, dtype=dtype) if wants_critic else None
+        self.writer = CheckpointWriter(pinned=config.on_cuda, timeout=WRITE_TIMEOUT)
         self._prepared: Prepared | None = None
         self._prepare_seconds = 0.0
 
@@ -195,25 +202,51 @@ class Trainer:
 
     # Checkpoints
 
-    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        """Write iter_{rollout_id} of every model here; `extra` is JSON-able and comes back from `load`."""
-        # The critic first: a checkpoint of the actor then never lacks the critic's.
-        for role in reversed(self.roles):
-            role.save(rollout_id, extra)
+    def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool = False) -> None:
+        """Write iter_{rollout_id} of every model here; `extra` is JSON-able and comes back from `load`.
 
-    def load(self) -> tuple[int, dict[str, Any]]:
-        """Resume every model here, or take first weights.
+        With `background` it returns as soon as the state is copied to host memory; `finish_save` comes before the next
+        one. Raises SaveError when the disk does not take it.
+        """
+        self.writer.copies.clear()
+        counterpart = None
+        if self._critic is None and self.config.uses_critic:
+            # The critic's processes write theirs beside us: a checkpoint of the actor never lacks the critic's.
+            critic_save = self.config.of_critic().save
+            assert critic_save is not None
+            counterpart = Path(critic_save) / checkpoint_name(rollout_id)
+        # The critic first, for the same reason.
+        staged = [
+            role.stage(rollout_id, extra, self.writer.copies, counterpart if role is self._actor else None)
+            for role in reversed(self.roles)
+        ]
+        self.writer.write(staged, background=background)
+
+    def finish_save(self, wait: bool = True) -> float | None:
+        """Seconds that the last save in the background took to write; None where there is none.
+
+        Without `wait` also None while it goes on. Raises SaveError when it failed.
+        """
+        return self.writer.finish(wait=wait)
+
+    def load(self, iteration: int | None = None) -> tuple[int, dict[str, Any]]:
+        """Resume every model here, from the newest checkpoint or that of rollout `iteration`, or take first weights.
 
         Returns (next rollout id, the `extra` of `save`); (0, {}) for a fresh start. CheckpointError for a missing,
         incomplete or other model's checkpoint; ConfigError when no folder with weights was given.
         """
-        states = [role.load() for role in self.roles]
+        states = [role.load(iteration) for role in self.roles]
+        if self.config.on_cuda and self.config.save is not None and not self.config.no_async_save:
+            # Page-locked beside the first rollout, or the first save would wait for it.
+            self.writer.copies.reserve(sum(role.bytes_to_save for role in self.roles))
         state = states[0]
         return (0, {}) if state is None else (state.rollout_id + 1, state.extra)
 
     def shutdown(self) -> None:
-        """Leave all process groups."""
-        parallel.destroy(self._owns_group)
+        """Leave all process groups, unless a save is still being written over one of them: it ends with the process."""
+        if not self.writer.busy:
+            self.writer.close()
+            parallel.destroy(self._owns_group)
 
 
 def _steps(role: ModelRole, prepared: Prepared, *, first_per_token: bool = False) -> list[StepResult]:

@@ -82,7 +82,7 @@ class Critic(ModelRole):
         """The value of every token, [N] fp32 on the CPU of every rank; 0 at each sample's first token."""
         return self.forward_only(batch, lambda packed, output: output.reshape(-1))
 
-    def load(self) -> checkpoint.TrainerState | None:
+    def load(self, iteration: int | None = None) -> checkpoint.TrainerState | None:
         """Resume beside the actor, else take first weights (None).
 
         When the actor resumes from rollout k in --load, the critic resumes from its own checkpoint of rollout k in
@@ -90,7 +90,7 @@ class Critic(ModelRole):
         language model's), else they are the actor's first ones; a value head that is not found begins at 0.
         """
         run, root = self._run_config, self.config.load
-        actor_at = latest_rollout(run.load)
+        actor_at = latest_rollout(run.load) if iteration is None else iteration
         if root is not None and exists(root):
             if actor_at is None:
                 self._start_from(root)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from slime_retool.errors import ConfigError
 from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import MicroBatch, schedule
+from slime_retool.trainer.checkpoint_writer import Staged, stage
+from slime_retool.trainer.host_copies import HostCopies
 from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, optimizer_step
 from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packed_tokens, packing_multiple, unpack
 
@@ -123,8 +126,11 @@ class ModelRole(ABC):
         """Loss of one micro-batch from the model's output, on a last pipeline stage."""
 
     @abstractmethod
-    def load(self) -> checkpoint.TrainerState | None:
-        """Resume, or take the first weights (None). CheckpointError or ConfigError where neither is possible."""
+    def load(self, iteration: int | None = None) -> checkpoint.TrainerState | None:
+        """Resume (from the policy's checkpoint of rollout `iteration`, if given), or take the first weights (None).
+
+        CheckpointError or ConfigError where neither is possible.
+        """
 
     @property
     def module(self) -> Any:
@@ -138,19 +144,32 @@ class ModelRole(ABC):
 
     # Checkpoints
 
-    def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
-        """Write `--save`/iter_{rollout_id}; `extra` is JSON-able."""
+    def stage(self, rollout_id: int, extra: dict[str, Any], copies: HostCopies, after: Path | None = None) -> Staged:
+        """Copy what `--save`/iter_{rollout_id} is to hold to the host; see `checkpoint_writer`."""
         if self.config.save is None:
             raise ConfigError("saving needs a folder: give --save")
-        checkpoint.save(
+        with_optimizer = self._has_stepped and not self.config.no_save_optim
+        return stage(
             self.config.save,
-            rollout_id,
+            checkpoint.TrainerState(rollout_id, self.scheduler.num_steps, with_optimizer, extra),
             module=self.module,
-            optimizer=self.optimizer if self._has_stepped and not self.config.no_save_optim else None,
-            scheduler_steps=self.scheduler.num_steps,
-            extra=extra,
+            optimizer=self.optimizer if with_optimizer else None,
+            copies=copies,
             lora=self.config.lora,
+            after=after,
         )
+
+    @property
+    def bytes_to_save(self) -> int:
+        """Of a checkpoint that this rank writes, about: data-parallel copies are written by their first rank."""
+        from megatron.core import parallel_state as mpu
+
+        if mpu.get_data_parallel_rank(with_context_parallel=True):
+            return 0
+        moments_and_weight = 8 if self.dtype == torch.float32 else 12
+        each = self.dtype.itemsize + (0 if self.config.no_save_optim else moments_and_weight)
+        # Of frozen ones a checkpoint has nothing.
+        return each * sum(p.numel() for p in self.module.parameters() if p.requires_grad)
 
     def resume(self, root: str, iteration: int | None = None) -> checkpoint.TrainerState:
         """Go on from the newest checkpoint under `root`, or that of rollout `iteration`."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from slime_retool.config import Config
 from slime_retool.errors import ToolUnavailable
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, Session, Status
 from slime_retool.sandbox.host.fusion_client import FusionSandbox
+from slime_retool.sandbox.host.policy import read_token
 from slime_retool.tool_use import Tool, ToolFunction, ToolRegistry, ToolResult
 
 WHAT = "Run Python code and see what it prints. numpy and sympy are installed."
@@ -57,7 +59,8 @@ async def make_tools(args: Config) -> AsyncIterator[ToolRegistry]:
         session_idle=float(1 << 30),
     )
     if args.sandbox_url is not None:
-        async with FusionSandbox(args.sandbox_url, policy) as remote:
+        token = None if args.sandbox_token_file is None else read_token(Path(args.sandbox_token_file))
+        async with FusionSandbox(args.sandbox_url, policy, token) as remote:
             yield ToolRegistry(tools(args, remote), retries=args.tool_retries)
         return
     async with Sandbox(policy) as box:

@@ -154,7 +154,7 @@ class IpcTransport(Transport):
 
     def _send_buckets(self, shared: list[Tensor]) -> None:
         peers, trainer = self._peers, self._peers.trainer
-        engine = peers.engines[self._number] if self._number < len(peers.engines) else None
+        engine = peers.engine(self._number)
 
         def post(bucket: Bucket, handles: list[Handle]) -> None:
             assert engine is not None

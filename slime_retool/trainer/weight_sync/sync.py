@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,16 @@ class WeightSync:
         *,
         host: str = "127.0.0.1",
         transport: str | None = None,
+        version: int = 0,
     ) -> None:
         """
         Args:
             host: address of global rank 0 as the engines reach it.
             transport: a name of `TRANSPORTS`, or the path of one; default --update-weight-transport.
+            version: what to count updates from.
         """
         config = trainer.config
-        self.weight_version = 0
+        self.weight_version = version
         """What the engines hold now."""
         self._trainer = trainer
         sizes = [parameter.nbytes for parameter in trainer.module.parameters()]
@@ -55,11 +57,20 @@ class WeightSync:
         transport = transport or config.weight_transport
         make = load_function(TRANSPORTS.get(transport, transport), "--update-weight-transport")
         self._transport: Transport = make(self._peers)
+        self._urls: dict[int, str] | None = None
         self.set_engines(engine_urls)
 
-    def set_engines(self, engine_urls: Sequence[str]) -> None:
-        """Take another set of engines (after a restart); connections are made anew at the next update."""
-        self._peers.engines = [EngineAdmin(url, timeout=self._peers.timeout) for url in engine_urls]
+    def set_engines(self, engine_urls: Sequence[str] | Mapping[int, str]) -> None:
+        """Take another set of engines (after a restart), by number where some are missing.
+
+        Connections are made anew at the next update; for the same engines nothing changes.
+        """
+        numbered = dict(engine_urls) if isinstance(engine_urls, Mapping) else dict(enumerate(engine_urls))
+        if numbered == self._urls:
+            return
+        self._urls = numbered
+        self._peers.engines = [EngineAdmin(url, timeout=self._peers.timeout) for url in numbered.values()]
+        self._peers.numbers = list(numbered)
         self._transport.reset()
 
     def update(self, *, asleep: bool = False) -> int:
@@ -68,15 +79,25 @@ class WeightSync:
         With `asleep` the engines are paused and flushed already, and stay paused: their cache has no memory yet.
         Raises WeightUpdateError on every rank when any engine refused or a step took too long.
         """
-        version, engines = self.weight_version + 1, self._peers.engines
+        self._send(self.weight_version + 1, asleep)
+        self.weight_version += 1
+        return self.weight_version
+
+    def repeat(self, *, asleep: bool = False) -> None:
+        """`update` for engines that missed the last one: the weights must be the same, and so is the version."""
+        self._send(self.weight_version, asleep)
+
+    def _send(self, version: int, asleep: bool) -> None:
+        engines = self._peers.engines
 
         def pause() -> None:
             if not engines:
                 raise WeightUpdateError("there is no engine to send weights to")
             if not asleep:
                 every_engine(engines, lambda engine: engine.pause())
-                # Nothing runs until `resume`, so nothing of the old weights can be cached after this.
-                every_engine(engines, lambda engine: engine.flush_cache())
+                if not self._trainer.config.keeps_cache:
+                    # Nothing runs until `resume`, so nothing of the old weights can be cached after this.
+                    every_engine(engines, lambda engine: engine.flush_cache())
 
         def finish() -> None:
             every_engine(engines, lambda engine: engine.set_weight_version(version))
@@ -90,8 +111,6 @@ class WeightSync:
             except WeightUpdateError as error:
                 self._transport.reset()
                 raise WeightUpdateError(f"weight update {version} failed: {error}") from None
-        self.weight_version = version
-        return version
 
     def weight_checksums(self) -> dict[str, str]:
         """{HF name: checksum} of the trainer's weights on global rank 0, {} elsewhere. Collective.

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -27,6 +27,7 @@ FLATTENED = "flattened_bucket"
 class Peers:
     """Both sides of an update.
 
+    numbers: number of each engine; where it is empty they count from 0. Colocated engines are placed by it.
     workers: processes of one engine (its tensor-parallel size).
     host: address of global rank 0 as the engines reach it.
     bucket_bytes: bytes of one bucket, at least those of the largest whole tensor.
@@ -39,6 +40,12 @@ class Peers:
     host: str
     bucket_bytes: int
     timeout: float
+    numbers: list[int] = field(default_factory=list)
+
+    def engine(self, number: int) -> EngineAdmin | None:
+        """The engine of this number; None where it takes no part."""
+        numbers = self.numbers or range(len(self.engines))
+        return dict(zip(numbers, self.engines, strict=True)).get(number)
 
 
 class Transport:

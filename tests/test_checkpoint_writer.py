@@ -1,0 +1,384 @@
+"""Checkpoints that are written beside training: what they hold, and what is there when something dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from dist_utils import run_distributed
+from torch.overrides import TorchFunctionMode
+from trainer_utils import make_trainer, random_samples, tiny_config, weights
+
+from megatron_bridge.checkpoint import PART, damage, model_state_dict
+from megatron_bridge.torch_dist_io import TorchDistReader
+from slime_retool.errors import CheckpointError, SaveError
+from slime_retool.run_folder import resume_point
+from slime_retool.trainer import checkpoint_writer
+from slime_retool.trainer.checkpoint_writer import CheckpointWriter
+from slime_retool.trainer.host_copies import HostCopies
+from slime_retool.trainer.optimizer_state import OPTIMIZER_FORMAT, optimizer_state
+from slime_retool.types import RolloutBatch
+
+
+def sft(root: str, **overrides: Any) -> Any:
+    return tiny_config(loss_type="sft_loss", load=root, save=root, ref_load=None, **overrides)
+
+
+def step(trainer: Any, rollout_id: int) -> None:
+    trainer.train(RolloutBatch(random_samples(seed=rollout_id)), rollout_id)
+
+
+@contextmanager
+def held_disk() -> Any:
+    """Nothing is written before the event is set."""
+    go, real = threading.Event(), checkpoint_writer.direct_file_writer
+
+    def held(directory: Path) -> Any:
+        go.wait(60)
+        return real(directory)
+
+    with mock.patch.object(checkpoint_writer, "direct_file_writer", held):
+        yield go
+
+
+def _beside_training(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    trainer = make_trainer(rank, world_size, sft(root))
+    step(trainer, 0)
+    saved = {name: value.clone() for name, value in weights(trainer).items()}
+    with held_disk() as go:
+        trainer.save(0, {"seen": 1}, background=True)
+        busy = trainer.finish_save(wait=False)
+        step(trainer, 1)
+        unfinished = resume_point(root)
+        go.set()
+        seconds = trainer.finish_save()
+    straight = weights(trainer)
+    trainer.shutdown()
+    trainer = make_trainer(rank, world_size, sft(root))
+    state = trainer.load()
+    loaded = {name: value.clone() for name, value in weights(trainer).items()}
+    step(trainer, 1)
+    resumed = weights(trainer)
+    trainer.shutdown()
+    return {
+        "busy": busy, "seconds": seconds, "unfinished": unfinished, "state": state, "saved": saved, "loaded": loaded,
+        "straight": straight, "resumed": resumed, "damage": damage(Path(root) / "iter_0000000"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_checkpoint_holds_the_state_at_its_save_however_long_writing_takes(processes: int, tmp_path: Path):
+    results = run_distributed(_beside_training, processes, str(tmp_path))
+    for result in results:
+        assert result["busy"] is None and result["unfinished"] is None and result["seconds"] > 0
+        assert result["state"] == (1, {"seen": 1}) and result["damage"] is None
+    first = results[0]  # which has the weights
+    for one, other in (("saved", "loaded"), ("straight", "resumed")):
+        assert all(torch.equal(first[one][name], value) for name, value in first[other].items())
+    assert any(not torch.equal(first["saved"][name], value) for name, value in first["resumed"].items())
+
+
+def _killed(rank: int, world_size: int, root: str) -> None:
+    """Killed when the tensors are on the disk and nothing else is."""
+    trainer = make_trainer(rank, world_size, sft(root))
+    step(trainer, 0)
+    trainer.save(0, {})
+    step(trainer, 1)
+    with mock.patch.object(checkpoint_writer, "_write_rest", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+        trainer.save(1, {}, background=True)
+        trainer.finish_save()
+
+
+def _after_the_kill(rank: int, world_size: int, root: str) -> tuple[int, list[str]]:
+    trainer = make_trainer(rank, world_size, sft(root))
+    first, _ = trainer.load()
+    step(trainer, first)
+    trainer.save(first, {})
+    trainer.shutdown()
+    return first, sorted(path.name for path in Path(root).iterdir())
+
+
+def test_kill_9_in_the_middle_of_a_write_leaves_the_checkpoint_before_in_force(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        run_distributed(_killed, 1, str(tmp_path))
+    latest = "latest_checkpointed_iteration.txt"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000000", f"iter_0000001{PART}", latest]
+    assert resume_point(str(tmp_path)) == 0
+    (got,) = run_distributed(_after_the_kill, 1, str(tmp_path))
+    assert got == (1, ["iter_0000000", "iter_0000001", latest]) and resume_point(str(tmp_path)) == 1
+
+
+def _full_disk(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    trainer = make_trainer(rank, world_size, sft(root))
+    step(trainer, 0)
+    trainer.save(0, {})
+    step(trainer, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    trainer.save(1, {}, background=True)
+    try:
+        trainer.finish_save()
+        message = "saved"
+    except SaveError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()
+    found = resume_point(root)
+    torch.distributed.barrier()
+    trainer.save(2, {}, background=True)
+    trainer.finish_save()
+    trainer.shutdown()
+    return {"message": message, "found": found, "after": resume_point(root)}
+
+
+def test_a_write_that_fails_in_the_background_is_one_error_that_names_the_disk(tmp_path: Path):
+    for result in run_distributed(_full_disk, 2, str(tmp_path)):
+        assert re.match(r"the checkpoint of rollout 1 could not be written to .*GiB are free now", result["message"])
+        assert (result["found"], result["after"]) == (0, 2)
+
+
+class CudaNames(TorchFunctionMode):
+    """Megatron's sharded optimizer asks whether parameters are called CUDA tensors, and needs nothing else of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_name = func is torch.Tensor.type and isinstance(result, str)
+        return result.replace("torch.", "torch.cuda.") if is_name else result
+
+
+def sharded_trainer(rank: int, world_size: int, config: Any) -> Any:
+    import megatron.core.distributed as distributed
+
+    real = distributed.DistributedDataParallelConfig
+
+    def sharded(**options: Any) -> Any:
+        return real(**{**options, "use_distributed_optimizer": True})
+
+    with CudaNames(), mock.patch.object(distributed, "DistributedDataParallelConfig", sharded):
+        return make_trainer(rank, world_size, config)
+
+
+def _sharded(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+
+    out: dict[str, Any] = {}
+    trainer = sharded_trainer(rank, world_size, sft(root))
+    for rollout_id in range(2):
+        step(trainer, rollout_id)
+    optimizer, model = trainer.actor.optimizer, model_state_dict(trainer.module)["model"]
+    theirs = optimizer.sharded_state_dict(model, metadata=dict(OPTIMIZER_FORMAT))
+    ours = optimizer_state(optimizer, model, torch.clone)
+    out["type"] = type(optimizer.chained_optimizers[0]).__name__
+    out["same rest"] = {**theirs, "param_state": None} == {**ours, "param_state": None}
+    out["equal"] = []
+    for index, states in theirs["param_state"].items():
+        for name, wanted in states.items():
+            got = ours["param_state"][index][name]
+            assert (got.key, got.replica_id) == (wanted.key, wanted.replica_id)
+            if is_main_replica(wanted.replica_id):
+                out["equal"].append(torch.equal(got.data, wanted.data))
+    wanted = {
+        shard.key: (shard.global_shape, shard.data.dtype)
+        for states in theirs["param_state"].values()
+        for shard in states.values()
+        if isinstance(shard, ShardedTensor)
+    }
+    trainer.save(1, {})
+    found = TorchDistReader(Path(root) / "iter_0000001").metadata.state_dict_metadata
+    out["stored"] = [
+        (tuple(found[key].size), found[key].properties.dtype) == (tuple(shape), dtype)
+        for key, (shape, dtype) in wanted.items()
+    ]
+    trainer.shutdown()
+    return out
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_state_of_a_sharded_optimizer_is_megatrons_own_to_the_bit(processes: int, tmp_path: Path):
+    results = run_distributed(_sharded, processes, str(tmp_path))
+    assert results[0]["type"] == "DistributedOptimizer" and results[0]["same rest"]
+    assert len(results[0]["equal"]) > 40 and all(results[0]["equal"])
+    assert len(results[0]["stored"]) > 20 and all(results[0]["stored"])
+
+
+def _counterpart(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    folders = {"critic_save": f"{root}/critic", "advantage_estimator": "ppo", "critic_num_nodes": 1}
+    config = tiny_config(load=f"{root}/actor", save=f"{root}/actor", **folders)
+    critic = make_trainer(rank, world_size, config, roles="critic")
+    critic.save(0, {})
+    critic.shutdown()
+    late = Path(root) / "critic" / "iter_0000000"
+    late.rename(late.with_name("late"))
+    actor = make_trainer(rank, world_size, config, roles="actor")
+    actor.save(0, {}, background=True)
+    with pytest.raises(TimeoutError):
+        actor.writer._running.result(timeout=2)
+    alone = resume_point(f"{root}/actor")
+    late.with_name("late").rename(late)
+    actor.finish_save()
+    actor.shutdown()
+    return {"alone": alone, "both": resume_point(f"{root}/actor", f"{root}/critic")}
+
+
+def test_an_actors_checkpoint_comes_into_force_after_the_critics(tmp_path: Path):
+    assert run_distributed(_counterpart, 1, str(tmp_path)) == [{"alone": None, "both": 0}]
+
+
+def _three(rank: int, world_size: int, root: str) -> None:
+    trainer = make_trainer(rank, world_size, sft(root))
+    for rollout_id in range(3):
+        trainer.save(rollout_id, {})
+    trainer.shutdown()
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory) -> Path:
+    """Checkpoints of rollouts 0, 1 and 2."""
+    root = tmp_path_factory.mktemp("three")
+    run_distributed(_three, 1, str(root))
+    return root
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [cut, flip, Path.unlink], ids=["cut", "flipped", "deleted"])
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json", "trainer_state.json", "*.distcp"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(harm, name, three: Path, tmp_path: Path, caplog):
+    root = tmp_path / "run"
+    copy_tree(three, root)
+    assert resume_point(str(root)) == 2 and not caplog.text
+    harm(next((root / "iter_0000002").glob(name)))
+    assert resume_point(str(root)) == 1
+    assert "iter_0000002" in caplog.text and "going on from the checkpoint of rollout 1" in caplog.text
+
+
+def test_a_checkpoint_is_whole_only_with_the_critics_of_the_same_rollout(three: Path, tmp_path: Path, caplog):
+    actor, critic = tmp_path / "actor", tmp_path / "critic"
+    copy_tree(three, actor)
+    assert resume_point(str(actor), str(critic)) == 2  # a new critic
+    copy_tree(three, critic)
+    assert resume_point(str(actor), str(critic)) == 2
+    cut(critic / "iter_0000002" / "common.pt")
+    assert resume_point(str(actor), str(critic)) == 1
+
+
+def test_without_a_whole_checkpoint_the_run_is_refused(three: Path, tmp_path: Path):
+    root = tmp_path / "run"
+    copy_tree(three, root)
+    for path in root.glob("iter_*/common.pt"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint in .*run is whole: .*iter_0000002.*iter_0000000"):
+        resume_point(str(root))
+
+
+def test_no_checkpoint_and_a_converted_one_are_nothing_to_go_on_from(tmp_path: Path):
+    assert resume_point(None) is None and resume_point(str(tmp_path)) is None
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert resume_point(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**20, 64 * 2**20, 200 * 2**20 + 17])
+def test_a_digest_reads_the_ends_of_a_file_of_any_size(size: int, tmp_path: Path):
+    from megatron_bridge.checkpoint import write_digests
+
+    for name in (".metadata", "metadata.json"):
+        (tmp_path / name).touch()
+    path = tmp_path / "big"
+    with path.open("wb") as file:
+        file.truncate(size)
+    write_digests(tmp_path)
+    assert damage(tmp_path) is None
+    for place in {0, size - 1} if size else ():
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        assert damage(tmp_path) == f"{path} does not hold what was written"
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"\0")
+    assert damage(tmp_path) is None
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    import shutil
+
+    shutil.copytree(source, target)
+
+
+def test_copies_have_storages_of_their_own_size_and_reuse_their_memory():
+    copies = HostCopies(pinned=False, slab_bytes=256)
+    tensors = [
+        torch.arange(7), torch.randn(3, 5).t(), torch.randn(200), torch.ones(2, dtype=torch.bfloat16),
+        torch.empty(0, 4),
+    ]  # fmt: skip
+    got = [copies.copy(tensor) for tensor in tensors]
+    for copy, tensor in zip(got, tensors, strict=True):
+        assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype
+        assert copy.untyped_storage().nbytes() == tensor.nbytes
+    assert all(copies.copy(copy) is copy for copy in got)
+    second_half = got[2].chunk(2)[1]
+    assert copies.copy(second_half) is second_half
+    tensors[0].add_(1)
+    assert got[0].tolist() == list(range(7))
+    places = [copy.data_ptr() for copy in got[:4]]
+    copies.clear()
+    assert [copies.copy(tensor).data_ptr() for tensor in tensors[:4]] == places
+
+
+def test_reserved_memory_is_filled_before_more_is_taken():
+    copies = HostCopies(pinned=False, slab_bytes=256)
+    copies.reserve(600)
+    copies.reserve(600)  # once is enough
+    copies.clear()
+    slabs = [slab.data_ptr() for slab in copies._slabs]
+    assert len(slabs) == 3
+    got = [copies.copy(torch.ones(64)) for _ in range(4)]
+    assert [copy.data_ptr() for copy in got[:3]] == slabs and all(copy.sum() == 64 for copy in got)
+
+
+def test_a_rank_reserves_about_what_it_writes(tmp_path: Path):
+    assert run_distributed(_reserved, 2, str(tmp_path)) == [pytest.approx(1.0, abs=0.1), 0]
+
+
+def _reserved(rank: int, world_size: int, root: str) -> float:
+    trainer = make_trainer(rank, world_size, sft(root))
+    step(trainer, 0)
+    trainer.writer.copies.clear()
+    trainer.actor.stage(0, {}, trainer.writer.copies)
+    used, reserved = trainer.writer.copies._used, trainer.actor.bytes_to_save
+    trainer.shutdown()
+    return reserved / used if used else reserved
+
+
+def test_a_writer_takes_one_save_at_a_time(tmp_path: Path):
+    run_distributed(_one_at_a_time, 1, str(tmp_path))
+
+
+def _one_at_a_time(rank: int, world_size: int, root: str) -> None:
+    trainer = make_trainer(rank, world_size, sft(root))
+    writer: CheckpointWriter = trainer.writer
+    with held_disk() as go:
+        trainer.save(0, {}, background=True)
+        with pytest.raises(AssertionError, match="finish"):
+            writer.write([], background=True)
+        go.set()
+        trainer.finish_save()
+    assert trainer.finish_save() is None and not writer.busy
+    trainer.shutdown()
