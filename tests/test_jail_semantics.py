@@ -189,6 +189,26 @@ def test_odd_ends_have_the_right_label_in_the_jail(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_cell_that_takes_every_builtin_breaks_itself_and_no_report(level: str) -> None:
+    take = (
+        "import builtins, json, os\nprint('before')\n"
+        "for name in [name for name in vars(builtins) if name not in ('setattr', 'print', '__build_class__')]:\n"
+        "    setattr(builtins, name, None)\n"
+        "json.loads = json.dumps = json.JSONDecoder.decode = json.JSONEncoder.iterencode = os.write = None\n"
+    )
+
+    async def use(box: Sandbox) -> list[Result]:
+        session = box.session("s")
+        cells = [await session.run(code, fetch_files=("f",)) for code in (take, "x = 1\nprint(x)", "1 / 0", "x")]
+        return [await box.run(take, fetch_files=("f",)), *cells]
+
+    once, *cells = in_box(level, use)
+    assert [each.stdout for each in (once, *cells)] == ["before\n", "before\n", "1\n", "", ""]
+    assert [each.status for each in cells] == [Status.OK, Status.OK, Status.ERROR, Status.OK], cells
+    assert cells[3].result == "1" and "ZeroDivisionError" in cells[2].error
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_code_has_the_depth_that_it_has_in_an_interpreter_of_its_own(level: str, tmp_path: Path) -> None:
     codes = [
         "x = " + "+".join(["1"] * 2950) + "\nprint(x)",

@@ -9,7 +9,6 @@ import atexit
 import base64
 import gc
 import io
-import json
 import os
 import random
 import resource
@@ -19,7 +18,7 @@ import time
 import types
 from typing import Any, NoReturn
 
-from ..wire import LENGTH, pack
+from ..wire import LENGTH, pack, unpack
 from . import semantics
 
 CONTROL = 3
@@ -33,9 +32,8 @@ _REHEARSALS = 60
 _BUFFER = 8192
 
 _read, _write, _lseek, _exit, _getpid = os.read, os.write, os.lseek, os._exit, os.getpid
-_len, _min, _memoryview, _bytearray, _isinstance = len, min, memoryview, bytearray, isinstance
+_open, _len, _min, _memoryview, _bytearray, _isinstance = open, len, min, memoryview, bytearray, isinstance
 _BaseException, _OSError, _ValueError, _MemoryError = BaseException, OSError, ValueError, MemoryError
-_decode = json.JSONDecoder().decode
 _TextIOWrapper, _write_buffered, _flush = io.TextIOWrapper, io.BufferedWriter.write, io.BufferedWriter.flush
 _getrlimit, _setrlimit, _RLIMIT_AS = resource.getrlimit, resource.setrlimit, resource.RLIMIT_AS
 _INFINITY = resource.RLIM_INFINITY
@@ -107,7 +105,7 @@ def _receive_exactly(count: int) -> bytearray:
 
 def _receive() -> dict[str, Any]:
     (count,) = LENGTH.unpack(_receive_exactly(LENGTH.size))
-    return _decode(_receive_exactly(count).decode())
+    return unpack(_receive_exactly(count))
 
 
 def _send(data: bytes) -> None:
@@ -156,7 +154,7 @@ def _write_files(files: dict[str, str]) -> None:
         folder = os.path.dirname(name)
         if folder:
             os.makedirs(folder, exist_ok=True)
-        with open(name, "wb") as file:
+        with _open(name, "wb") as file:
             file.write(base64.b64decode(content))
 
 
@@ -167,7 +165,7 @@ def _read_files(names: list[str]) -> list[bytes | None]:
     for name in names:
         data = None
         try:
-            with open(name, "rb") as file:
+            with _open(name, "rb") as file:
                 data = file.read(room + 1)
         except (_OSError, _ValueError):  # also a name that no file can have
             pass
@@ -211,7 +209,7 @@ class Executor:
             code = ("print(1 + 1)\n[n for n in range(3)]", "def f(x):\n    return x\nf(1 // 0)")[number % 4 == 3]
             request: dict[str, Any] = {"code": code, "files": {}, "fetch": [], "nonce": "", "session": True}
             request |= {"seed": None, "stdin": None, "address_space": None, "memory_mb": 1, "echo": True}
-            self._respond(_decode(pack(request)[LENGTH.size :].decode()), number)
+            self._respond(unpack(pack(request)[LENGTH.size :]), number)
 
     def _set_streams(self, fds: tuple[int, int]) -> None:
         self._fds = fds
