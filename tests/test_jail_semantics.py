@@ -170,8 +170,11 @@ def test_odd_ends_have_the_right_label_in_the_jail(level: str) -> None:
         "print('+'.join('1'))\nx = " + "+".join(["1"] * 1200): (Status.OK, None, None),
         "import sys\nsys.settrace(lambda *_: 1 / 0)": (Status.ERROR, None, None),
         "import sys\nsys.setprofile(lambda *_: 1 / 0)": (Status.ERROR, None, None),
-        "k = []\nwhile True: k.append(bytearray(1000))": (Status.MEMORY, "memory", None),
         "import json\njson.JSONEncoder.encode = json.dumps = None": (Status.OK, None, None),
+        "import os\nos.close(3)": (Status.ERROR, None, 1),
+        "import os\nos.closerange(0, 99)": (Status.ERROR, None, 1),
+        "import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), 3)": (Status.ERROR, None, 1),
+        "k = []\nwhile True: k.append(bytearray(1000))": (Status.MEMORY, "memory", None),
     }
 
     async def use(box: Sandbox) -> tuple[list[Result], list[Result]]:

@@ -24,6 +24,8 @@ from . import semantics
 CONTROL = 3
 """Descriptor of the socket to the broker (see `wire`)."""
 READY = b"R"
+_NO_SOCKET = 1
+"""Exit code where the code closed it: there is nobody to answer."""
 MAX_FETCHED = 16 << 20
 ANSWER_ROOM = 32 << 20
 """Memory beyond the code's own, in which the answer is made and the next request taken although the code has used up
@@ -96,7 +98,10 @@ class _Buffer(io.BufferedWriter):
 def _receive_exactly(count: int) -> bytearray:
     data = _bytearray()
     while _len(data) < count:
-        chunk = _read(CONTROL, _min(count - _len(data), 1 << 20))
+        try:
+            chunk = _read(CONTROL, _min(count - _len(data), 1 << 20))
+        except _OSError:
+            _exit(_NO_SOCKET)
         if not chunk:
             _exit(0)
         data += chunk
@@ -110,8 +115,11 @@ def _receive() -> dict[str, Any]:
 
 def _send(data: bytes) -> None:
     view = _memoryview(data)
-    while view:
-        view = view[_write(CONTROL, view) :]
+    try:
+        while view:
+            view = view[_write(CONTROL, view) :]
+    except _OSError:
+        _exit(_NO_SOCKET)
 
 
 def _reseed(seed: int | None) -> None:
