@@ -118,7 +118,7 @@ class _Server:
             return web.json_response({"detail": why}, status=status)
         except web.HTTPRequestEntityTooLarge as error:
             return web.json_response({"detail": error.text}, status=413)
-        except BadRequest as error:
+        except (BadRequest, web.RequestPayloadError) as error:
             return web.json_response({"detail": str(error)}, status=422)
         return web.json_response(to_response(await self._box.run(**arguments, echo=False)))
 
@@ -163,6 +163,8 @@ def _check_kind(request: web.Request) -> None:
     """A page can send a form to any address; JSON, only where the server agrees. Raises Refused."""
     if request.content_type != "application/json":
         raise Refused(415, f"Content-Type must be application/json, got {request.content_type[:_SHOWN]}")
+    if "Content-Encoding" in request.headers:
+        raise Refused(415, "the body must not be compressed")
     charset = request.charset or "utf-8"
     if charset.lower() not in ("utf-8", "utf8", "us-ascii", "ascii"):
         raise Refused(422, f"the body must be in UTF-8, got {charset[:_SHOWN]}")
