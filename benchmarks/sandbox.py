@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime_retool.sandbox import Sandbox, SandboxPolicy
+from slime_retool.sandbox import Result, Sandbox, SandboxPolicy
 
 PROGRAMS = {
     "print": "print(6 * 7)",
@@ -163,17 +163,23 @@ async def measure_beside_neighbours(isolation: str, callers: int, neighbours: in
         async def one_shot(code: str, number: int) -> str:
             return (await box.run(code, timeout=60)).stdout
 
+        async def cell(code: str, number: int) -> str:
+            return (await box.session(str(number)).run(code, timeout=60)).stdout
+
         calls = max(callers, int(4000 * scale))
-        found = []
-        for subject in (f"{isolation} alone", f"{isolation} +{neighbours}"):
-            if found:
+        found: list[Measurement] = []
+        holding: list[asyncio.Future[Result]] = []
+        for others in ("alone", f"+{neighbours}"):
+            if others != "alone":
                 holding = [asyncio.ensure_future(box.run(NEIGHBOUR, timeout=7200)) for _ in range(neighbours)]
                 while (await box.stats())["running"] < neighbours:
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(1.0)  # their files are there
-            await measure(subject, "print", callers, callers, one_shot, cpu)
-            found.append(await measure(subject, "print", callers, calls, one_shot, cpu))
-            print_row(found[-1])
+            for kind, run in (("one-shot", one_shot), ("session", cell)):
+                subject = f"{isolation} {kind} {others}"
+                await measure(subject, "print", callers, callers, run, cpu)
+                found.append(await measure(subject, "print", callers, calls, run, cpu))
+                print_row(found[-1])
         for call in holding:
             call.cancel()
     return found
@@ -250,7 +256,7 @@ async def measure_other(path: str, callers: int, scale: float) -> list[Measureme
 
 def print_row(m: Measurement) -> None:
     print(
-        f"{m.subject:22} {m.program:6} {m.callers:4} callers {m.calls_per_s:8.1f}/s {m.cpu_ms:8.2f} CPU-ms "
+        f"{m.subject:28} {m.program:6} {m.callers:4} callers {m.calls_per_s:8.1f}/s {m.cpu_ms:8.2f} CPU-ms "
         f"p50 {m.p50_ms:8.1f} p99 {m.p99_ms:8.1f} ms  loop lag p99 {m.loop_lag_p99_ms:6.1f} ms",
         flush=True,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import gc
 import inspect
 import json
 import logging
@@ -58,6 +59,7 @@ def nest(path: Path, depth: int) -> None:
 def test_a_tree_of_any_depth_is_measured_and_removed_without_recursion(tmp_path: Path) -> None:
     nest(tmp_path / "deep", 500)
     parent = open_folder(tmp_path)
+    gc.collect()  # what other tests left open
     recursion, here = sys.getrecursionlimit(), len(os.listdir("/proc/self/fd"))
     sys.setrecursionlimit(len(inspect.stack()) + 60)
     try:
