@@ -85,6 +85,21 @@ GROUPS = (
         "rollout/engine_retries": "requests sent again after a failure",
         "rollout/engine_moved": "requests asked again because an engine or the router was replaced (docs/faults.md)",
         "rollout/cached_token_ratio": "share of prompt tokens that the engines had in their prefix cache",
+        "rollout/staleness_mean": "`--max-staleness` (so are the next ones): updates between the weights that wrote a "
+                                  "token and those it trains, mean over learned tokens",
+        "rollout/staleness_mean/q<n>": "the same for responses in the n-th quarter of `--rollout-max-response-len`",
+        "rollout/staleness_max": "the largest",
+        "rollout/groups_open": "groups that were open after the hand-over of the batch",
+        "rollout/groups_dropped_stale": "groups that were too old to be trained on; their prompts are drawn again",
+        "rollout/samples_dropped_stale/q<n>": "their samples, by the length that they had",
+        "rollout/samples_dropped_stale_ratio": "share of such samples among all that were handed over or dropped",
+        "rollout/samples_over_updates": "samples of the batch with tokens of several weights",
+        "rollout/requests_interrupted": "requests that weight updates ended before their turn was whole",
+        "rollout/requests_continued": "requests that went on with such a turn",
+        "rollout/reread_tokens": "tokens that engines read again for those",
+        "rollout/reread_ratio": "the same as a share of all tokens that engines read and wrote",
+        "rollout/engine_busy_share": "share of the step in which at least one request ran",
+        "rollout/requests_running_mean": "requests that ran, mean over the step",
         "rollout/<source>/<name>": "the same figures of the samples of one data set, with several `--prompt-data`",
     }),
     _group("Supervised batches", "SFT's counterpart of the rollout.", {
@@ -133,6 +148,8 @@ GROUPS = (
            "weights, over all learned tokens. Nats per token.", {
         "mismatch/abs_diff": "mean |d|: about 0.01 in bf16, 1e-6 in fp32",
         "mismatch/abs_diff_max": "largest |d|",
+        "mismatch/stale_abs_diff": "mean |d| on tokens of older weights (`--max-staleness`), which are not part of the "
+                                   "others: the policy's own movement",
         "mismatch/diff": "mean d",
         "mismatch/k3_kl": "estimate of KL(engine || trainer): mean of exp(d) - d - 1",
         "mismatch/ess": "effective sample size of the token ratios exp(d), as a share: 1 is none lost",
@@ -187,13 +204,25 @@ GROUPS = (
         "perf/idle_seconds": "the step's seconds in none of these",
         "perf/critic_seconds": "the critic's optimizer steps",
         "perf/reward_seconds": "seconds in which a sample waited for its reward, mostly while others were written",
-        "perf/save_seconds": "the checkpoint",
+        "perf/save_seconds": "writing the checkpoint until the disk has all of it; in the step that finds it complete",
+        "perf/save_stall_seconds": "what the loop waited for it: for the one before, and for the copy to host memory",
         "perf/eval_seconds": "the evaluation",
         "perf/generate_tokens_per_second_per_gpu": "model tokens over generation's seconds and the engines' GPUs",
         "perf/train_tokens_per_second": "tokens of the batch over training's seconds",
         "perf/train_tokens_per_second_per_gpu": "the same, over the trainer's GPUs",
         "perf/train_mfu": "the model's own operations over what the cards' dense bf16 peak allows in that time; "
         "absent for cards without a known peak",
+    }),
+    _group("Start", "Of the first step of a run, in the order of the start. A part is what was waited for after those "
+           "before it: engines, trainers and SGLang's answer start side by side.", {
+        "start/total_seconds": "from the start of the process to that of the first rollout",
+        "start/flags_seconds": "Python's imports and the flags",
+        "start/data_and_ray_seconds": "tokenizer, data, hooks, and Ray",
+        "start/sglang_flags_seconds": "SGLang's answer whether it takes the `--sglang-*` flags",
+        "start/engines_seconds": "engines: imports, weights, cache, CUDA graphs",
+        "start/trainers_seconds": "trainers: imports, model, checkpoint",
+        "start/router_and_weights_seconds": "the router, and the first weight update",
+        "start/evaluation_seconds": "the evaluation before training",
     }),
     _group("Memory", "GiB, but for the tokens of the cache.", {
         "memory/trainer_peak_gib": "most that tensors held on a trainer's GPU since the last step, of all ranks",

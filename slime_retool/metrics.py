@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 
 class Tracker(Protocol):
     """Takes metrics. What it raises ends the run."""
@@ -150,6 +152,31 @@ class Phases:
         phases = {f"perf/{name}_seconds": seconds for name, seconds in self._seconds.items()}
         phases |= {name: measured[name] for name in phases if name in measured}
         return phases | {"perf/idle_seconds": step - sum(phases.values()), "perf/step_seconds": step}
+
+
+class Laps:
+    """How long the parts of a start take, one after the other: `laps("engines")` adds the seconds since the last call.
+
+    The first one begins with this process.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self._seconds: dict[str, float] = {}
+
+    def __call__(self, name: str) -> None:
+        now = time.monotonic()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """`start/<name>_seconds` of every part, and of all."""
+        named = {f"start/{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        return named | {"start/total_seconds": sum(self._seconds.values())}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
+        return f"{sum(self._seconds.values()):.1f} s: {parts}"
 
 
 def generation_speed(metrics: Mapping[str, float], gpus: int) -> dict[str, float]:

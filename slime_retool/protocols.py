@@ -49,8 +49,16 @@ class Completion:
     finish_reason: str
     """"stop" (end token or stop text), "length" (max_new_tokens reached) or "abort"."""
     weight_version: int
+    """That of the last token."""
     prompt_tokens: int
     cached_tokens: int
+    versions: list[int] | None = None
+    """The weight version that wrote each id, where an update came between them."""
+
+    @property
+    def token_versions(self) -> list[int]:
+        """The weight version that wrote each id."""
+        return [self.weight_version] * len(self.ids) if self.versions is None else self.versions
 
 
 class GenerationEngine(Protocol):
@@ -75,6 +83,10 @@ class DataSource(Protocol):
 
     def return_groups(self, groups: list[list[Sample]]) -> None:
         """Groups that were drawn and not used: `next_groups` draws their prompts again before any other."""
+        ...
+
+    def sample_of_row(self, row: int, index: int, group_index: int) -> Sample:
+        """A row that was drawn before (`Sample.row`), as a fresh sample."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

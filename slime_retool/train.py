@@ -7,6 +7,9 @@ With --colocate trainer and engines take turns on the same devices:
     generate -> engines give back their memory, trainers take theirs -> train -> trainers keep only weights, engines
     take room for theirs -> update -> trainers leave, engines take room for their cache -> generate
 
+With --max-staleness generation goes on beside or across all of that (rollout.stream): before an update, or before
+engines give back their memory, requests are interrupted, and go on after it.
+
 Exit codes: 0 done, 1 a failure while running, 2 a mistake in what was given (flags, data, checkpoints; one line that
 says what to change), 130 interrupted: by a first Ctrl-C or SIGTERM after the step, which is saved where --save says so,
 by a second one at once.
@@ -37,7 +40,7 @@ from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, TrainerDied, run_command
 from slime_retool.health import HealthCheck
 from slime_retool.interrupts import Interrupts
-from slime_retool.metrics import Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
+from slime_retool.metrics import Laps, Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import resume_point, saved_extra, set_aside
 
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("slime_retool")
 PROG = "slime_retool.train"
+ABORT_SECONDS = 0.2
+"""Engines are told again so often to end what they run: a request may have been on its way."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: Sequence[str] | None) -> int:
+    laps = Laps()
     config = resolve(parse_config(argv))
     validate(config)
     if not config.dry_run:
@@ -66,7 +72,8 @@ def _train(argv: Sequence[str] | None) -> int:
             print_command_line(config, PROG, f"python -m {PROG}")
         else:
             try:
-                run(config, check)
+                laps("flags")
+                run(config, check, laps)
             except KeyboardInterrupt:
                 logger.info(what_is_left(config))
                 raise
@@ -77,7 +84,10 @@ def what_is_left(config: Config) -> str:
     """What an interrupted run can go on from."""
     if config.debug_rollout_only:
         return "nothing is trained, so that nothing is lost"
-    saved = latest_rollout(config.save)
+    try:
+        saved = latest_rollout(config.save)
+    except ValueError:  # the first one was being written
+        saved = None
     if saved is None:
         return "no checkpoint was saved: --save DIR with --save-interval N saves one every N rollouts"
     return f"the newest checkpoint is that of rollout {saved}; --load {config.save} goes on from it"
@@ -91,10 +101,11 @@ def rehearse(config: Config, check: ServerFlagCheck) -> None:
         check.wait()
 
 
-def run(config: Config, check: ServerFlagCheck) -> None:
+def run(config: Config, check: ServerFlagCheck, laps: Laps) -> None:
     """Run the whole loop. Whatever it starts is ended when it returns or raises.
 
-    `check` goes on beside the reading of the data and the start of Ray; trainers and engines wait for it.
+    `check` goes on beside the reading of the data, the start of Ray, and that of trainers and engines, none of which
+    takes a step before it has ended.
     """
     # Imported here, so that --help and configuration errors answer at once.
     from slime_retool.rollout.manager import RolloutManager
@@ -107,12 +118,19 @@ def run(config: Config, check: ServerFlagCheck) -> None:
 
         cluster = stack.enter_context(Cluster(config))
         config = rollout.config  # its data say how many rollouts --num-epoch makes
-        check.wait()
         first = first_rollout(config)
+        laps("data_and_ray")
+        assert config.num_rollout is not None
+        cluster.launch(config.num_rollout)
+        check.wait()
+        laps("sglang_flags")
         if first == 0:
             set_aside(config.output_dir)
         with closing(trackers_of(config, first)) as metrics:
-            Loop(config, cluster, rollout, metrics, first).run()
+            try:
+                Loop(config, cluster, rollout, metrics, first, laps).run()
+            finally:
+                rollout.stop_generating()
 
 
 def first_rollout(config: Config) -> int:
@@ -139,13 +157,19 @@ class Loop:
     """The loop's state: where it is, and the parts it drives."""
 
     def __init__(
-        self, config: Config, cluster: Cluster, rollout: RolloutManager, metrics: Metrics, first: int = 0
-    ) -> None:
-        """`first`: the rollout to begin with, after the checkpoint that trainers resume (0: they find out)."""
+        self, config: Config, cluster: Cluster, rollout: RolloutManager, metrics: Metrics, first: int = 0,
+        laps: Laps | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            first: the rollout to begin with, after the checkpoint that trainers resume (0: they find out).
+            laps: what the start has taken so far.
+        """
         assert config.num_rollout is not None
         self._num_rollout = config.num_rollout
         self._config, self._cluster, self._rollout, self._metrics = config, cluster, rollout, metrics
         self._resumed = first - 1 if first > 0 else None
+        self._laps = laps or Laps()
         self._saves = Saves(config, cluster.trainers)
         self._interrupts = Interrupts(defers=config.save is not None and not config.debug_rollout_only)
         self._engine_memory: dict[str, float] = {}
@@ -173,6 +197,10 @@ class Loop:
                 logger.info("the evaluation after rollout %d is there already", first - 1)
             else:
                 self._evaluate(first - 1)
+            self._laps("evaluation")
+        if first < end:
+            self._metrics.log(first, self._laps.metrics())
+            logger.info("started in %s", self._laps)
         warn_of_room(config, first)
         only_at_end = config.save_interval is None and config.save_seconds is None
         if first < end and config.save is not None and only_at_end and not config.debug_rollout_only:
@@ -242,6 +270,7 @@ class Loop:
                 "%s; in rollout %d. Trainers start again from %s (%d of %d)",
                 error, rollout_id, where, self._restarts, config.max_restarts,
             )  # fmt: skip
+            self._rollout.stop_generating()
             try:
                 iteration = self._resumed if saved is None else saved
                 first, state = cluster.restart_trainers(self._num_rollout, iteration, saved=saved is not None)
@@ -256,11 +285,10 @@ class Loop:
         """Start trainers and engines, restore the saved state. Returns the first rollout's number."""
         config, cluster = self._config, self._cluster
         first = 0
-        if config.num_engines and not config.colocate:
-            cluster.engines.launch()
         if not config.debug_rollout_only:
             logger.info("starting %d trainer process(es) on %s", config.world_size, config.device)
-            first, state = cluster.trainers.start(self._num_rollout, self._resumed)
+            first, state = cluster.start_trainers(self._num_rollout, self._resumed, self._laps)
+            self._laps("trainers")
             if "data" in state:
                 self._rollout.load_state_dict(state["data"])
             if first > 0:
@@ -269,13 +297,15 @@ class Loop:
                     logger.info("flags that differ from the run that saved it: %s", ", ".join(changes))
         self._first_data = self._rollout.state_dict()
         if config.num_engines:
-            urls = cluster.engines.start()
+            urls = cluster.start_engines()
+            self._laps("engines")
             self._engine_memory = cluster.engines.memory()
             self._rollout.connect(cluster.engines.start_router(urls))
             if not config.debug_rollout_only:
-                cluster.trainers.connect_engines(urls)
+                cluster.trainers.connect_engines(urls, first)
                 cluster.begin_training()
                 self._hand_over(Phases())
+            self._laps("router_and_weights")
         return first
 
     def _step(self, rollout_id: int) -> dict[str, float]:
@@ -288,6 +318,8 @@ class Loop:
         metrics = batch.metrics | self._saves.look()
         if not config.debug_rollout_only:
             with phases("offload"):
+                if config.offloads_rollout:
+                    self._interrupt()
                 cluster.begin_training()
             metrics |= cluster.trainers.train(batch, rollout_id)
         # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
@@ -305,7 +337,8 @@ class Loop:
             if config.num_engines:
                 timing["rollout/weight_version"] = float(self._hand_over(phases))
         timing |= phases.metrics(metrics)
-        timing |= generation_speed(metrics | timing, config.num_engines * config.rollout_num_gpus_per_engine)
+        if not config.max_staleness:  # else generation has no phase of its own
+            timing |= generation_speed(metrics | timing, config.num_engines * config.rollout_num_gpus_per_engine)
         timing |= self._engine_memory | {"memory/driver_host_gib": host_bytes() / GIB}
         self._metrics.log(rollout_id, timing)
         return metrics | timing
@@ -320,22 +353,36 @@ class Loop:
         if self._config.save is None or self._config.debug_rollout_only:
             return
         if self._saves.last != rollout_id:
+            if self._config.offloads_rollout:
+                self._interrupt()
             self._cluster.begin_training()  # after a step trainers have left their devices
             self._save(rollout_id)
         self._saves.look(wait=True)
-        logger.info("saved after rollout %d in %s; go on from there with --load", rollout_id, self._config.save)
+        logger.info("saved after rollout %d in %s", rollout_id, self._config.save)
 
     def _hand_over(self, phases: Phases) -> int:
         """The trainer's weights into the engines, and the devices with them. Returns the weight version."""
         cluster = self._cluster
         cluster.engines.check()
+        with phases("sync"):
+            self._interrupt()
         with phases("offload"):
             cluster.begin_update()
         with phases("sync"):
             version = cluster.update_weights()
         with phases("offload"):
             cluster.begin_generation()
+        if self._config.max_staleness:
+            self._rollout.go_on(version)
         return version
+
+    def _interrupt(self) -> None:
+        """With --max-staleness: unfinished conversations leave the engines, and go on after the update."""
+        if self._config.max_staleness:
+            self._rollout.hold()
+            while not self._rollout.drained(0):
+                self._cluster.engines.abort()
+                self._rollout.drained(ABORT_SECONDS)
 
     def _evaluate(self, rollout_id: int) -> None:
         """Evaluate the weights after `rollout_id` (-1: before any training)."""

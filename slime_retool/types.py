@@ -7,6 +7,7 @@ A two-turn sample, as ids (prompt 2 tokens, call 3, observation 2, answer 2):
     tokens             p p | c c c | o o | a a      T = 9
     loss_mask                1 1 1   0 0   1 1      R = 7
     rollout_log_probs        x x x   0 0   x x      R = 7
+    token_versions           1 1 2  -1-1   2 2      R = 7 (the weights were updated within the call)
 
 Model output is never decoded and encoded again: `tokens` holds the ids that the engine returned.
 """
@@ -48,6 +49,14 @@ def timed(name: str, spans: list[Span]) -> Iterator[None]:
     finally:
         span["seconds"] = round(time.monotonic() - begin, 4)
         spans.append(span)
+
+
+NO_VERSION = -1
+"""Weight version of a token that no engine wrote, or that a hook appended without one."""
+
+
+STALENESS = "staleness"
+"""Column of a train sample: updates between the weights that wrote a token and those it trains (--max-staleness)."""
 
 
 class SampleStatus(str, Enum):
@@ -92,7 +101,8 @@ class Sample:
     loss_mask: list[int] = field(default_factory=list)  # [R] 1 = written by the model
     rollout_log_probs: list[float] = field(default_factory=list)  # [R] 0.0 where loss_mask is 0
     weight_versions: list[int] = field(default_factory=list)
-    """Weight version of the engine at each turn."""
+    """Weight version of the engine at the end of each turn."""
+    token_versions: list[int] = field(default_factory=list)  # [R] weight version that wrote it, or NO_VERSION
     num_turns: int = 0
     """Assistant turns."""
     num_tool_calls: int = 0
@@ -114,21 +124,29 @@ class Sample:
 
     def reset(self) -> None:
         """Forget any earlier attempt, so that a retry starts from the prompt alone."""
-        self.tokens, self.loss_mask, self.rollout_log_probs, self.weight_versions = [], [], [], []
+        self.tokens, self.loss_mask, self.rollout_log_probs = [], [], []
+        self.weight_versions, self.token_versions = [], []
         self.spans = []
         self.response_length = self.num_turns = 0
         self.num_tool_calls = self.num_tool_errors = self.num_malformed_calls = 0
         self.response, self.reward, self.error = "", None, None
         self.status = SampleStatus.PENDING
 
-    def append(self, ids: list[int], *, log_probs: list[float] | None) -> None:
-        """Append response tokens: the model's own (with their log-probs) or an observation's (`None`)."""
-        if log_probs is not None and len(log_probs) != len(ids):
-            raise ValueError(f"{len(ids)} tokens came with {len(log_probs)} log-probs; they must be as many")
+    def append(
+        self, ids: list[int], *, log_probs: list[float] | None, versions: Sequence[int] | None = None
+    ) -> None:
+        """Append response tokens: the model's own (with their log-probs) or an observation's (`None`).
+
+        `versions`: the weight version that wrote each token, where it is known.
+        """
+        for what, values in (("log-probs", log_probs), ("versions", versions)):
+            if values is not None and len(values) != len(ids):
+                raise ValueError(f"{len(ids)} tokens came with {len(values)} {what}; they must be as many")
         self.tokens += ids
         self.response_length += len(ids)
         self.loss_mask += [int(log_probs is not None)] * len(ids)
         self.rollout_log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
+        self.token_versions += versions if versions is not None else [NO_VERSION] * len(ids)
 
     def check(self) -> None:
         """Raise ValueError when lengths of tokens, mask and log-probs disagree."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 LONGEST = (
-    "test_engine_faults.py", "test_run_faults.py", "test_end_to_end_runs.py", "test_end_to_end.py", "test_placement.py",
-    "test_engine.py", "test_trainer_roles.py", "test_wheel.py", "test_trainer_distributed.py",
-    "test_minimal_example.py",
+    "test_engine_faults.py", "test_run_faults.py", "test_end_to_end_runs.py", "test_stream_run.py",
+    "test_end_to_end.py", "test_placement.py", "test_engine.py", "test_trainer_roles.py", "test_wheel.py",
+    "test_trainer_distributed.py", "test_minimal_example.py",
 )  # fmt: skip
 """Files of a minute or more: whole runs, engines, trainers of several ranks."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sglang_utils import make_tiny_checkpoint
 
+from megatron_bridge.checkpoint import checkpoint_name, write_latest
 from megatron_bridge.convert import convert_hf_to_torch_dist
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
 
@@ -25,6 +26,15 @@ def make_model(folder: Path) -> Path:
     rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "label": str(n + 1)} for n in range(32)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def make_checkpoint(root: Path, rollout_id: int) -> None:
+    """What stands for a whole checkpoint, as far as can be seen without loading it."""
+    folder = root / checkpoint_name(rollout_id)
+    folder.mkdir(parents=True)
+    for name in (".metadata", "metadata.json"):
+        (folder / name).touch()
+    write_latest(root, rollout_id)
 
 
 def rl_values(model: Path, output: Path) -> dict[str, object]:

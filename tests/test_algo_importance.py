@@ -12,6 +12,7 @@ from algo_reference import Batch, random_batch
 from slime_retool.algo.algorithms import TIS_LEVELS, TIS_MODES
 from slime_retool.algo.importance import effective_sample_size, importance_weights, mismatch_metrics
 from slime_retool.algo.segments import Segments
+from slime_retool.trainer.prepare import mismatch
 
 
 def differences(batch: Batch) -> list[list[float]]:
@@ -153,3 +154,17 @@ def test_bad_settings_and_log_probs_are_refused() -> None:
             importance_weights(segments, zeros, zeros, **setting)
     with pytest.raises(ValueError, match="1 of 1 learned tokens"):
         mismatch_metrics(segments, torch.tensor([0.0, math.nan]), zeros)
+
+
+def test_tokens_of_older_weights_are_compared_apart() -> None:
+    """Two samples; d is 0.1 where the weights are the present ones, and 1.0 where they are older."""
+    segments = Segments.of([[0, 1, 1, 0, 1], [0, 1, 1]])
+    staleness = torch.tensor([0.0, 1, 0, 0, 0, 0, 2, 0])
+    train = torch.where(staleness > 0, 1.0, 0.1) * segments.mask
+    got = mismatch(segments, train, torch.zeros(8), staleness)
+    assert got["mismatch/abs_diff"] == got["train/logprob_abs_diff"] == pytest.approx(0.1)
+    assert got["mismatch/abs_diff_max"] == pytest.approx(0.1)
+    assert got["mismatch/stale_abs_diff"] == pytest.approx(1.0)
+    assert got["mismatch/turn_0/abs_diff"] == got["mismatch/turn_1/abs_diff"] == pytest.approx(0.1)
+    alike = mismatch(segments, train, torch.zeros(8), torch.zeros(8))
+    assert alike == mismatch(segments, train, torch.zeros(8)) | {"mismatch/stale_abs_diff": 0.0}

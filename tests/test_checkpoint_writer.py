@@ -333,11 +333,38 @@ def test_copies_have_storages_of_their_own_size_and_reuse_their_memory():
         assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype
         assert copy.untyped_storage().nbytes() == tensor.nbytes
     assert all(copies.copy(copy) is copy for copy in got)
+    second_half = got[2].chunk(2)[1]
+    assert copies.copy(second_half) is second_half
     tensors[0].add_(1)
     assert got[0].tolist() == list(range(7))
     places = [copy.data_ptr() for copy in got[:4]]
     copies.clear()
     assert [copies.copy(tensor).data_ptr() for tensor in tensors[:4]] == places
+
+
+def test_reserved_memory_is_filled_before_more_is_taken():
+    copies = HostCopies(pinned=False, slab_bytes=256)
+    copies.reserve(600)
+    copies.reserve(600)  # once is enough
+    copies.clear()
+    slabs = [slab.data_ptr() for slab in copies._slabs]
+    assert len(slabs) == 3
+    got = [copies.copy(torch.ones(64)) for _ in range(4)]
+    assert [copy.data_ptr() for copy in got[:3]] == slabs and all(copy.sum() == 64 for copy in got)
+
+
+def test_a_rank_reserves_about_what_it_writes(tmp_path: Path):
+    assert run_distributed(_reserved, 2, str(tmp_path)) == [pytest.approx(1.0, abs=0.1), 0]
+
+
+def _reserved(rank: int, world_size: int, root: str) -> float:
+    trainer = make_trainer(rank, world_size, sft(root))
+    step(trainer, 0)
+    trainer.writer.copies.clear()
+    trainer.actor.stage(0, {}, trainer.writer.copies)
+    used, reserved = trainer.writer.copies._used, trainer.actor.bytes_to_save
+    trainer.shutdown()
+    return reserved / used if used else reserved
 
 
 def test_a_writer_takes_one_save_at_a_time(tmp_path: Path):

@@ -44,8 +44,8 @@ class Trainers:
     def kill(self) -> None:
         self.calls.append("kill")
 
-    def connect_engines(self, urls: list[str]) -> None:
-        self.calls.append(("connect", urls))
+    def connect_engines(self, urls: list[str], version: int) -> None:
+        self.calls.append(("connect", urls, version))
 
 
 class Engines:
@@ -134,5 +134,5 @@ def test_trainers_that_start_again_find_their_devices_free_and_no_engine_that_wa
     assert made.restart_trainers(9, 2, saved=True) == (3, {"data": 1})
     assert calls == [
         ("hold",), "kill", ("drop", False), ("release", "weights", "kv_cache"), ("start", 9, 2, True),
-        ("connect", ["http://a"]), "trainers come",
+        ("connect", ["http://a"], 3), "trainers come",
     ]  # fmt: skip

@@ -322,6 +322,18 @@ BAD = {
         {"--max-tokens-per-gpu": "4096"},
         "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size; add it or drop --max-tokens-per-gpu",
     ),
+    "older samples that the loss does not know": (
+        {"--max-staleness": "1"},
+        "older weights, which the loss has to know: add --use-tis (decoupled PPO) or --use-rollout-logprobs",
+    ),
+    "updates within a rollout function of one's own": (
+        {"--max-staleness": "2", "--use-tis": None, "--rollout-function-path": "rollout_hooks.rollout_that_fails"},
+        "--max-staleness 2 needs the default rollout",
+    ),
+    "staleness of given conversations": (
+        {"--max-staleness": "1", "--loss-type": "sft_loss", "--n-samples-per-prompt": "1"},
+        "--max-staleness 1 is of generated samples; drop it for sft_loss",
+    ),
     "importance limits upside down": ({"--use-tis": None, "--tis-clip-low": "3"}, "below --tis-clip 2.0, got 3.0"),
     "distillation without a teacher": ({"--distill-coef": "1"}, "--teacher-url and --distill-coef go together"),
     "a teacher at another temperature": (

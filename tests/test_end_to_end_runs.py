@@ -16,6 +16,7 @@ from run_utils import heed_interrupts, make_model, rl_values
 from sglang_utils import processes_with
 
 from slime_retool.metrics import read_metrics
+from slime_retool.run_folder import resume_point
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "SLIME_RETOOL_TEST_RUN"
@@ -121,7 +122,8 @@ def wait_for_metrics(path: Path, process: subprocess.Popen[str], seconds: float 
 def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_path: Path):
     arguments = command(model, tmp_path / "out", save=tmp_path / "save", eval_interval=1)
     turns = ["--colocate", "--offload-train", "--offload-rollout"]  # on a CPU all that is missing is the room it makes
-    process, run = start([*arguments, *turns, "--eval-prompt-data", "small", str(model / "prompts.jsonl")])
+    turns += ["--dump-rollouts", "--eval-prompt-data", "small", str(model / "prompts.jsonl")]
+    process, run = start([*arguments, *turns])
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     assert_nothing_left(run)
@@ -130,7 +132,8 @@ def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_pat
     assert all(row["train/logprob_abs_diff"] < 1e-4 for row in steps[1:])
     assert all("eval/small/accuracy" in row for row in steps)
     assert [row["rollout/weight_version"] for row in steps[1:]] == [2, 3]
-    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
+    assert resume_point(str(tmp_path / "save")) == 1
+    assert 0 < steps[2]["perf/save_stall_seconds"] and 0 < steps[2]["perf/save_seconds"]
     phases = ("generate", "log_probs", "train", "sync", "offload", "idle")
     for row in steps[1:]:
         seconds = [row[f"perf/{name}_seconds"] for name in phases]
@@ -144,6 +147,17 @@ def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_pat
         assert all(0 < value < 64 for value in gib)
         assert row["memory/engine_kv_cache_tokens"] >= 64
         assert "perf/train_mfu" not in row  # the CPU is not a card of the table
+    # The same flags on the batches that it trained on: no engine, and the same losses to the last bit.
+    replay, run = start([*arguments, *turns, "--replay-rollouts", str(tmp_path / "out"), "--output-dir", str(tmp_path)])
+    output, _ = replay.communicate(timeout=600)
+    assert replay.returncode == 0, output
+    assert "SGLang" not in output
+    assert_nothing_left(run)
+    first, again = (
+        [{name: value for name, value in row.items() if name.startswith("train/")} for row in rows]
+        for rows in (steps[1:], read_metrics(tmp_path / "metrics.jsonl"))
+    )
+    assert again == first and all(row["train/grad_norm"] > 0 for row in again)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -157,6 +171,23 @@ def test_an_interrupted_run_leaves_no_process(number: signal.Signals, model: Pat
     assert_nothing_left(run)
 
 
+def test_a_first_signal_saves_after_the_step_and_the_run_goes_on_from_there(model: Path, tmp_path: Path):
+    arguments = command(model, tmp_path / "out", num_rollout=100_000, save=tmp_path / "save", load=tmp_path / "save")
+    process, run = start(arguments)
+    wait_for_metrics(tmp_path / "out" / "metrics.jsonl", process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, output
+    assert "the run ends after this step, which is saved" in output and "saved after rollout" in output
+    assert_nothing_left(run)
+    saved = resume_point(str(tmp_path / "save"))
+    assert saved == read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["step"]
+    resumed, run = start([*arguments, "--num-rollout", str(saved + 1)])
+    output, _ = resumed.communicate(timeout=600)
+    assert resumed.returncode == 0 and f"the checkpoint is at rollout {saved + 1} of {saved + 1}" in output, output
+    assert_nothing_left(run)
+
+
 def test_a_run_that_fails_says_why_and_leaves_no_process(model: Path, tmp_path: Path):
     process, run = start(command(model, tmp_path, custom_rm_path="e2e_hooks.broken_reward"))
     output, _ = process.communicate(timeout=600)
@@ -164,7 +195,7 @@ def test_a_run_that_fails_says_why_and_leaves_no_process(model: Path, tmp_path: 
     assert_nothing_left(run)
 
 
-def test_a_flag_that_sglang_does_not_know_ends_the_run_before_trainers_start(model: Path, tmp_path: Path):
+def test_a_flag_that_sglang_does_not_know_ends_the_run_before_its_loop_begins(model: Path, tmp_path: Path):
     process, run = start([*command(model, tmp_path), "--sglang-attention-backed", "triton", "--sglang-enable-metrics"])
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 2, output
@@ -172,5 +203,5 @@ def test_a_flag_that_sglang_does_not_know_ends_the_run_before_trainers_start(mod
         "\nslime_retool.train: error: SGLang refuses the --sglang-* flags --attention-backed triton --enable-metrics: "
         "sglang.launch_server: error: unrecognized arguments: --attention-backed triton\n"
     )
-    assert "starting Ray" in output and "trainer process" not in output and not (tmp_path / "logs").exists()
+    assert "starting Ray" in output and "trainer process" not in output and not (tmp_path / "metrics.jsonl").exists()
     assert_nothing_left(run)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-from megatron_bridge.checkpoint import write_latest
+from run_utils import make_checkpoint
+
 from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.config.printable import wandb_settings
@@ -84,6 +85,23 @@ def test_a_resumed_run_goes_on_with_the_same_wandb_run_and_another_one_does_not(
     assert one == two == three != other and {settings["resume"] for settings in begun} == {"allow"}
 
 
+def test_a_run_resumed_into_another_folder_finds_its_wandb_run_in_the_checkpoint(tmp_path: Path, monkeypatch):
+    begun: list[dict[str, Any]] = []
+    monkeypatch.setattr("wandb.init", lambda **settings: begun.append(settings) or MagicMock())
+    config = Config(output_dir=str(tmp_path / "first"), use_wandb=True, load=str(tmp_path / "ckpt"))
+    with closing(trackers_of(config)) as metrics:
+        saved = metrics.state_dict()
+    make_checkpoint(tmp_path / "ckpt", 3)
+    state = {"rollout_id": 3, "extra": {"trackers": saved}}
+    (tmp_path / "ckpt" / "iter_0000003" / "trainer_state.json").write_text(json.dumps(state))
+    moved = replace(config, output_dir=str(tmp_path / "second"))
+    trackers_of(moved, first_rollout(moved)).close()
+    fresh = replace(config, output_dir=str(tmp_path / "third"), load=None)
+    trackers_of(fresh, first_rollout(fresh)).close()
+    ids = [settings["id"] for settings in begun]
+    assert ids[0] == ids[1] == (tmp_path / "second" / "wandb_id.txt").read_text() != ids[2]
+
+
 def test_a_wandb_run_that_the_environment_names_is_the_one_that_is_resumed(tmp_path: Path, monkeypatch):
     begun: list[dict[str, Any]] = []
     monkeypatch.setattr("wandb.init", lambda **settings: begun.append(settings) or MagicMock())
@@ -109,7 +127,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once_and_as_it_was_last(tm
 def test_a_run_begins_after_the_rollout_that_was_saved(tmp_path: Path):
     config = Config(load=str(tmp_path))
     assert first_rollout(config) == 0
-    write_latest(tmp_path, 7)
+    make_checkpoint(tmp_path, 7)
     assert first_rollout(config) == 8 and first_rollout(replace(config, debug_rollout_only=True)) == 0
 
 

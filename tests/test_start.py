@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from run_utils import make_checkpoint
 from sglang_utils import engine_config, processes_with
 
-from megatron_bridge.checkpoint import LATEST_FILE
 from slime_retool import train
 from slime_retool.cluster import cluster
 from slime_retool.commands import eval as evaluation
@@ -73,13 +73,20 @@ class Part:
 
     @property
     def engines(self) -> SimpleNamespace:
-        return SimpleNamespace(start=self.run, start_router=lambda urls: "", checked=nullcontext)
+        return SimpleNamespace(
+            launch=lambda: self.launch(1), start=self.run, start_router=lambda urls: "", checked=nullcontext
+        )
+
+    def launch(self, num_rollout: int) -> None:
+        self.start.events.append("trainers and engines start")
 
     def run(self) -> list[str]:
-        self.start.events.append("trainers and engines")
+        self.start.events.append("the loop")
         return []
 
     def connect(self, url: str) -> None: ...
+
+    def stop_generating(self) -> None: ...
 
     def evaluate(self, *, resume: bool) -> dict[str, float]:
         raise ConfigError("nothing to evaluate")
@@ -121,9 +128,10 @@ MAINS = pytest.mark.parametrize("main", [train.main, evaluation.main], ids=["tra
 
 
 @MAINS
-def test_ray_starts_while_sglang_is_asked_and_engines_wait_for_the_answer(main, start: Start, monkeypatch):
+def test_everything_starts_while_sglang_is_asked_and_the_loop_waits_for_the_answer(main, start: Start, monkeypatch):
     run(main, start, 0, monkeypatch)  # the answer comes only after Ray has begun to start
-    assert start.events == ["rollout starts", "Ray starts", "trainers and engines", "Ray ends", "rollout ends"]
+    launched = "trainers and engines start"
+    assert start.events == ["rollout starts", "Ray starts", launched, "the loop", "Ray ends", "rollout ends"]
 
 
 @MAINS
@@ -138,9 +146,9 @@ def test_data_that_cannot_be_used_end_the_run_in_one_line_before_ray_starts(main
 
 
 @MAINS
-def test_flags_that_sglang_refuses_end_the_run_before_trainers_and_engines(main, start: Start, monkeypatch, capsys):
+def test_flags_that_sglang_refuses_end_the_run_before_the_loop(main, start: Start, monkeypatch, capsys):
     assert run(main, start, 2, monkeypatch) == 2
-    assert start.events == ["rollout starts", "Ray starts", "Ray ends", "rollout ends"]
+    assert start.events == ["rollout starts", "Ray starts", "trainers and engines start", "Ray ends", "rollout ends"]
     message = (
         f"error: SGLang refuses the --sglang-* flags --answer {start.go} 2: sglang.launch_server: error: so it is\n"
     )
@@ -179,7 +187,7 @@ def test_an_interrupt_while_the_answer_is_awaited_ends_everything(start: Start, 
 
     monkeypatch.setattr(flag_check.SupervisedProcess, "wait", interrupted)
     assert run(train.main, start, 0, monkeypatch) == 130
-    assert start.events == ["rollout starts", "Ray starts", "Ray ends", "rollout ends"]
+    assert start.events == ["rollout starts", "Ray starts", "trainers and engines start", "Ray ends", "rollout ends"]
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -187,8 +195,7 @@ def test_an_interrupted_run_says_what_it_can_go_on_from(saved: bool, start: Star
     caplog.set_level("INFO")
     folder = start.go.parent / "save"
     if saved:
-        folder.mkdir()
-        (folder / LATEST_FILE).write_text("4")
+        make_checkpoint(folder, 4)
     start.ray_starts = lambda: signal.raise_signal(signal.SIGINT)
     assert run(train.main, start, 0, monkeypatch, save=str(folder), debug_rollout_only=False) == 130
     words = f"of rollout 4; --load {folder} goes on from it" if saved else "no checkpoint was saved: --save DIR with"
@@ -218,7 +225,7 @@ def test_figures_of_another_run_are_kept_apart_and_those_of_a_resumed_one_are_no
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')
     (folder / "load").mkdir()
     if resumes:
-        (folder / "load" / LATEST_FILE).write_text("7")
+        make_checkpoint(folder / "load", 7)
     assert run(train.main, start, 0, monkeypatch, load=str(folder / "load"), debug_rollout_only=False) == 0
     assert (folder / "earlier_1" / "metrics.jsonl").exists() != resumes
     assert (folder / "metrics.jsonl").read_text() == ('{"step": 0}\n' if resumes else "")

@@ -19,7 +19,7 @@ from slime_retool.cluster.engines import Engines
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError, TrainerDied
-from slime_retool.metrics import Metrics, read_metrics
+from slime_retool.metrics import Laps, Metrics, read_metrics
 from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -46,7 +46,6 @@ class Parts:
     @property
     def trainers(self) -> SimpleNamespace:
         return SimpleNamespace(
-            start=lambda num_rollout, iteration: (self.first, {}),
             train=lambda batch, rollout_id: self.train(batch, rollout_id),
             save=lambda rollout_id, extra, background: self.save(rollout_id, extra),
             finish_save=lambda wait: self.finish_save(wait),
@@ -56,11 +55,15 @@ class Parts:
 
     @property
     def engines(self) -> SimpleNamespace:
-        engines = SimpleNamespace(
-            launch=self.nothing, start=list, start_router=self.nothing, memory=dict, check=self.check
-        )
+        engines = SimpleNamespace(start_router=self.nothing, memory=dict, check=self.check)
         engines.checked = partial(Engines.checked, engines)
         return engines
+
+    def start_trainers(self, num_rollout: int, iteration: int | None, laps: Laps) -> tuple[int, dict[str, Any]]:
+        return self.first, {}
+
+    def start_engines(self) -> list[str]:
+        return []
 
     def update_weights(self) -> int:
         return 1
@@ -74,7 +77,7 @@ class Parts:
     def nothing(self, *_: object) -> dict[str, float]:
         return {}
 
-    connect = begin_training = begin_update = begin_generation = save = state_dict = nothing
+    connect = begin_training = begin_update = begin_generation = save = state_dict = stop_generating = nothing
 
 
 MODEL = {
@@ -116,6 +119,59 @@ def test_the_exported_checkpoint_is_the_last_one_there_is(first, values, source,
     monkeypatch.setattr(convert, "convert_torch_dist_to_hf", lambda source, *_, **__: exported.append(source))
     loop(tmp_path, Parts(first=first), **values).run()
     assert exported == ([] if source is None else [str(tmp_path / source)])
+
+
+class Told(Parts):
+    """Notes what the loop does with engines that generate across updates; a request ends when it is told twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.running = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("begin_training", "begin_update", "update_weights", "begin_generation", "hold"):
+            self.events.append(name)
+        return super().__getattribute__(name)
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        self.events.append("generate")
+        self.running = 2
+        return super().generate(rollout_id)
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        self.events.append("train")
+        return {}
+
+    @property
+    def engines(self) -> SimpleNamespace:
+        return SimpleNamespace(**super().engines.__dict__, abort=self.abort)
+
+    def hold(self) -> None: ...
+
+    def abort(self) -> None:
+        self.events.append("abort")
+        self.running -= 1
+
+    def drained(self, seconds: float) -> bool:
+        return self.running == 0
+
+    def go_on(self, version: int) -> None:
+        self.events.append(f"go on {version}")
+
+
+@pytest.mark.parametrize("turns", [True, False], ids=["in turns", "side by side"])
+def test_requests_are_interrupted_before_an_update_or_before_engines_leave(turns: bool, tmp_path: Path):
+    parts = Told()
+    values = {"num_rollout": 1, "max_staleness": 1, "save": None, "save_hf": None, "colocate": True}
+    loop(tmp_path, parts, offload_rollout=turns, offload_train=turns, **values).run()
+    update = ["begin_update", "update_weights", "begin_generation", "go on 1"]
+    first = ["begin_training", "hold", *update, "generate"]  # the first weights: nothing runs yet
+    ended = ["hold", "abort", "abort"]
+    if turns:
+        assert parts.events == [*first, *ended, "begin_training", "train", "hold", *update]
+    else:
+        assert parts.events == [*first, "begin_training", "train", *ended, *update]
 
 
 EVALUATED = {"step": 1, "eval/a/reward": 0.5}
@@ -160,11 +216,8 @@ def test_a_resumed_run_says_where_it_goes_on_and_which_flags_have_changed(tmp_pa
         def save(self, rollout_id: int, extra: dict[str, Any]) -> None:
             kept.update(json.loads(json.dumps(extra)))
 
-        @property
-        def trainers(self) -> SimpleNamespace:
-            trainers = super().trainers
-            trainers.start = lambda num_rollout, iteration: (self.first, {"flags": kept["flags"]} if kept else {})
-            return trainers
+        def start_trainers(self, *_: object) -> tuple[int, dict[str, Any]]:
+            return self.first, {"flags": kept["flags"]} if kept else {}
 
     values = {"save_hf": None, "wandb_key": "s3cret", "rollout_num_gpus": 1}
     loop(tmp_path, Resumed(), **values).run()

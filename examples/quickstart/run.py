@@ -1,6 +1,6 @@
 """The whole job on this machine, in minutes: convert, SFT, RL with tools, and what each stage was worth.
 
-    python examples/quickstart/run.py [--seed N] [--short] [--output-dir DIR]
+    python examples/quickstart/run.py [--seed N] [--short] [--output-dir DIR] [-- FLAGS OF THE RL STAGE]
 
 A Qwen3-architecture model of about a million random weights is converted to torch_dist, taught by SFT on
 traces whose tool output was really executed, and improved by GRPO: SGLang generates behind its router, a sandbox
@@ -70,6 +70,8 @@ class Quickstart:
     out: Path
     seed: int
     size: Size
+    rl_flags: tuple[str, ...] = ()
+    """Further flags of the RL stage."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
@@ -166,7 +168,7 @@ class Quickstart:
             "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28",
             "--calculate-per-token-loss", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192",
             "--lr", str(size.rl_lr), "--lr-decay-style", "constant", "--weight-decay", "0.0",
-            "--adam-beta1", "0.9", "--adam-beta2", "0.98",
+            "--adam-beta1", "0.9", "--adam-beta2", "0.98", *self.rl_flags,
         )  # fmt: skip
 
     def _summarise(self, total: float) -> dict[str, Any]:
@@ -251,8 +253,9 @@ def main() -> int:
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"), help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, data and sampling (default: %(default)s)")
     parser.add_argument("--short", action="store_true", help="a few steps of each stage: a check, not a result")
+    parser.add_argument("flags", nargs="*", help="after --: further flags of the RL stage (--max-staleness 1, say)")
     args = parser.parse_args()
-    Quickstart(args.output_dir.resolve(), args.seed, SHORT if args.short else FULL).run()
+    Quickstart(args.output_dir.resolve(), args.seed, SHORT if args.short else FULL, tuple(args.flags)).run()
     return 0
 
 

@@ -9,6 +9,7 @@ import psutil
 import ray
 
 from slime_retool.config import Config
+from slime_retool.engine.kernel_cache import make_kernel_cache
 from slime_retool.trainer.rendezvous import Rendezvous
 from slime_retool.types import TrainSample
 
@@ -39,7 +40,15 @@ class TrainerActor:
         self._rendezvous = Rendezvous(self._host)
         return self._rendezvous.init_method
 
-    def start(self, init_method: str, iteration: int | None = None) -> tuple[int, dict[str, Any]]:
+    def prepare(self) -> None:
+        """Import what `start` and the first steps need, which takes seconds and no device."""
+        if self._config.on_cuda:
+            make_kernel_cache(self._config.kernel_cache_dir)
+        from slime_retool.trainer import imports  # noqa: F401
+
+    def start(
+        self, init_method: str, iteration: int | None = None, *, stay: bool = False
+    ) -> tuple[int, dict[str, Any]]:
         """Join the group, build the model, load a checkpoint: that of rollout `iteration`, or the newest.
 
         Returns the first rollout's number and, on rank 0, the saved state.
@@ -61,7 +70,8 @@ class TrainerActor:
             from slime_retool.trainer.offload import TrainerMemory
 
             self._memory = TrainerMemory(self._trainer)
-            self._memory.offload()
+            if not stay:
+                self._memory.offload()
         return first, state if self._rank == 0 else {}
 
     def offload(self, *, keep_weights: bool = False) -> None:
@@ -77,16 +87,15 @@ class TrainerActor:
         return getattr(self._trainer, method)(*arguments)
 
     def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None:
-        self._trainer.save(rollout_id, extra if self._rank == 0 else {}, background=background)
+        self._trainer.save(rollout_id, extra, background=background)
 
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
 
-    def connect_engines(self, urls: list[str], weight_version: int) -> None:
+    def connect_engines(self, urls: list[str], version: int = 0) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
 
-        self._sync = WeightSync(self._trainer, urls, host=self._host)
-        self._sync.weight_version = weight_version
+        self._sync = WeightSync(self._trainer, urls, host=self._host, version=version)
 
     def update_weights(self, engines: dict[int, str], *, asleep: bool = False) -> int:
         self._sync.set_engines(engines)

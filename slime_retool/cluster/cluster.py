@@ -22,6 +22,7 @@ from slime_retool.cluster.remote import quietly
 from slime_retool.cluster.trainers import Trainers
 from slime_retool.config import Config
 from slime_retool.errors import TrainerDied, WeightUpdateError
+from slime_retool.metrics import Laps
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Cluster:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._urls: list[str] | None = None
 
     def __enter__(self) -> Cluster:
         connect(self._config)
@@ -56,6 +58,37 @@ class Cluster:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether a GPU has engines or trainers, never both: each can then have all of it at its start."""
+        return self._config.offloads_train and self._config.offloads_rollout
+
+    def launch(self, num_rollout: int) -> None:
+        """Let engines and trainers start in the background, side by side: `start_trainers` and `engines.start` wait.
+
+        An engine takes its share of the memory that it finds free. On a GPU that it shares with a trainer it starts
+        here only where they take turns: the trainer then waits for it, with all imports done.
+        """
+        config = self._config
+        if config.num_engines and (self._takes_turns or not (config.colocate and config.on_cuda)):
+            self.engines.launch()
+        if not config.debug_rollout_only:
+            self.trainers.launch(num_rollout)
+
+    def start_trainers(self, num_rollout: int, iteration: int | None, laps: Laps) -> tuple[int, dict[str, Any]]:
+        """See `Trainers.start`. Where GPUs are used in turns engines have started before, and given theirs back."""
+        if self._takes_turns:
+            self.start_engines()
+            laps("engines")
+            self.engines.release("weights", "kv_cache")
+        return self.trainers.start(num_rollout, iteration, stay=self._takes_turns)
+
+    def start_engines(self) -> list[str]:
+        """Start every engine, unless that has been done. Returns their URLs."""
+        if self._urls is None:
+            self._urls = self.engines.start()
+        return self._urls
 
     # One set of GPUs, in turns: begin_training, train, save, begin_update, update_weights, begin_generation. Without
     # --offload-train and --offload-rollout nothing leaves the device.
@@ -80,7 +113,7 @@ class Cluster:
             self.engines.release("weights", "kv_cache")
         state = self.trainers.start(num_rollout, iteration, saved=saved)
         if self._config.num_engines:
-            self.trainers.connect_engines(list(self.engines.current().values()))
+            self.trainers.connect_engines(list(self.engines.current().values()), state[0])
             self.trainers.reload()
         return state
 

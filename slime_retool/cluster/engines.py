@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,9 @@ from slime_retool.engine.upkeep import EngineService, Upkeep
 from slime_retool.errors import ConfigError, SlimeRetoolError, WeightUpdateError
 
 logger = logging.getLogger(__name__)
+
+ABORT_SECONDS = 5.0
+"""For an engine to take note that its requests are to end."""
 
 
 QUESTION_SECONDS = 30.0
@@ -110,7 +113,7 @@ class Engines:
     def launch(self) -> None:
         """Let every engine start in the background; `start` waits for them.
 
-        Only where trainers have other devices (no --colocate): an engine takes its share of what it finds free.
+        An engine takes its share of the memory that it finds free (see `Cluster.launch`).
         """
         assert not self._starting
         if self._config.rollout_external_urls:
@@ -241,6 +244,18 @@ class Engines:
         metrics = {f"memory/engine_{name}": max(report[name] for report in reports) for name in reports[0]}
         metrics["memory/engine_kv_cache_tokens"] = min(report["kv_cache_tokens"] for report in reports)
         return metrics
+
+    def abort(self) -> None:
+        """Tell every engine to end the requests that it runs; each comes back with what it has.
+
+        Never raises: a request of an engine that does not answer fails by itself.
+        """
+
+        def tell(engine: EngineAdmin) -> None:
+            with suppress(WeightUpdateError):
+                EngineAdmin(engine.url, timeout=ABORT_SECONDS).abort()
+
+        every_engine(self._admins, tell)
 
     def release(self, *tags: MemoryTag) -> None:
         """Pause, and give back memory, where --offload-rollout says so; what is given back already stays so."""

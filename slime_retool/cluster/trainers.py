@@ -14,7 +14,7 @@ import ray
 from slime_retool.cluster.actors import TrainerActor
 from slime_retool.cluster.environment import trainer_environment
 from slime_retool.cluster.placement import Slot
-from slime_retool.cluster.remote import STOP_SECONDS, call, end, quietly, results
+from slime_retool.cluster.remote import STOP_SECONDS, call, death_of, end, quietly, results
 from slime_retool.config import Config
 from slime_retool.errors import TrainerDied
 from slime_retool.types import RolloutBatch, TrainSample
@@ -23,7 +23,9 @@ from slime_retool.types import RolloutBatch, TrainSample
 def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: bool) -> list[Any]:
     """The ranks of one process group. `roles`: see `trainer.core.ROLES`."""
     assert len(slots) == config.world_size
-    environment = trainer_environment(colocate=config.colocate) if config.on_cuda else {}
+    environment: dict[str, str] = {}
+    if config.on_cuda:
+        environment = trainer_environment(colocate=config.colocate, kernel_cache_dir=config.kernel_cache_dir)
     shipped = ray.put(config.for_actors())
     return [
         TrainerActor.options(**slot.options(environment)).remote(  # type: ignore[attr-defined]
@@ -31,9 +33,6 @@ def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: b
         )
         for rank, slot in enumerate(slots)
     ]
-
-
-_results = partial(results, died=TrainerDied)
 
 
 class Trainers:
@@ -51,14 +50,10 @@ class Trainers:
         self.weight_version = 0
         """Of the last update."""
 
-    def start(
-        self, num_rollout: int, iteration: int | None = None, *, saved: bool = False
-    ) -> tuple[int, dict[str, Any]]:
-        """Start every rank, with a learning-rate schedule over `num_rollout` rollouts, and load weights.
+    def launch(self, num_rollout: int, *, saved: bool = False) -> None:
+        """Let every rank import what it needs, in the background, with a schedule over `num_rollout` rollouts.
 
-        iteration: the checkpoint to go on from, by its rollout; None: the newest, if there is one.
-        saved: it is one that this run saved, in --save instead of --load.
-        Returns (first rollout's number, state saved with it).
+        No device is touched before `start`. saved: see there.
         """
         config = replace(self._config, num_rollout=num_rollout)
         if saved:
@@ -69,11 +64,25 @@ class Trainers:
         groups = config.trainer_groups
         for (roles, config), slots in zip(groups, self._slots, strict=True):
             self._groups.append(_make_actors(config, slots, roles, self._several_hosts))
+        call(sum(self._groups, []), "prepare")  # what fails here fails again in `start`
+
+    def start(
+        self, num_rollout: int, iteration: int | None = None, *, saved: bool = False, stay: bool = False
+    ) -> tuple[int, dict[str, Any]]:
+        """Start every rank, unless `launch` has, and load weights.
+
+        iteration: the checkpoint to go on from, by its rollout; None: the newest, if there is one.
+        saved: it is one that this run saved, in --save instead of --load.
+        stay: keep the device, where --offload-train would make ranks leave it until it is their turn.
+        Returns (first rollout's number, state saved with it).
+        """
+        if not self._groups:
+            self.launch(num_rollout, saved=saved)
         starting = []
         for actors in self._groups:
-            (init_method,) = _results(call(actors[:1], "rendezvous"))
-            starting += call(actors, "start", init_method, iteration)
-        return _results(starting)[0]
+            (init_method,) = self._results(call(actors[:1], "rendezvous"))
+            starting += call(actors, "start", init_method, iteration, stay=stay)
+        return self._results(starting)[0]
 
     @property
     def _policy(self) -> list[Any]:
@@ -85,11 +94,11 @@ class Trainers:
         with self._turn:
             self._moved_on = True
             if len(self._groups) == 1:
-                return _results(call(self._policy, "trainer", "train", shared, rollout_id))[0]
+                return self._results(call(self._policy, "trainer", "train", shared, rollout_id))[0]
             policy, critic = self._groups
-            values = ray.put(_results(call(critic, "trainer", "values", shared))[0])
-            returns = ray.put(_results(call(policy, "trainer", "prepare", shared, rollout_id, values))[0])
-            metrics = _results(
+            values = ray.put(self._results(call(critic, "trainer", "values", shared))[0])
+            returns = ray.put(self._results(call(policy, "trainer", "prepare", shared, rollout_id, values))[0])
+            metrics = self._results(
                 call(policy, "trainer", "optimize", rollout_id)
                 + call(critic, "trainer", "train_critic", shared, rollout_id, values, returns)
             )
@@ -105,21 +114,22 @@ class Trainers:
         With `background` it returns when it has been copied; `finish_save` comes before the next one.
         """
         self._saving = background
-        shared = ray.put(extra)  # unfinished conversations may be in it
         with self._turn:
             # The policy's last: a checkpoint of it never lacks the critic's.
             for group in reversed(self._groups):
-                _results(call(group, "save", rollout_id, shared, background=background))
+                # Rank 0 writes `extra`, which unfinished conversations may be in.
+                first = call(group[:1], "save", rollout_id, extra, background=background)
+                self._results(first + call(group[1:], "save", rollout_id, {}, background=background))
 
     def finish_save(self, *, wait: bool) -> float | None:
         """Seconds that writing the last save took, once it is complete on all ranks; None while it goes on."""
         with self._turn:
             # The policy's checkpoint comes into force last, and then on all ranks within moments.
-            seconds = _results(call(self._policy[:1], "trainer", "finish_save", wait))
+            seconds = self._results(call(self._policy[:1], "trainer", "finish_save", wait))
             if seconds == [None] and not wait:
                 return None
             self._saving = False
-            seconds += _results(call(sum(self._groups, []), "trainer", "finish_save", True))
+            seconds += self._results(call(sum(self._groups, []), "trainer", "finish_save", True))
             return max((each for each in seconds if each is not None), default=None)
 
     def settle_save(self) -> None:
@@ -138,9 +148,10 @@ class Trainers:
         if self._config.offloads_train:
             self._call("reload")
 
-    def connect_engines(self, urls: list[str]) -> None:
-        """Let the source rank know where its weights go."""
-        self._call("connect_engines", urls, self.weight_version)
+    def connect_engines(self, urls: list[str], version: int = 0) -> None:
+        """Let the source rank know where its weights go; updates are counted from `version`."""
+        self.weight_version = version
+        self._call("connect_engines", urls, version)
 
     def update_weights(self, engines: Mapping[int, str], *, asleep: bool) -> int:
         """Send the weights into these engines ({number: URL}); see `trainer.weight_sync`.
@@ -161,8 +172,8 @@ class Trainers:
         try:
             if self._moved_on:
                 return None
-            _results(call(self._policy, "give_weights", dict(engines), asleep=asleep))
-            return _results(call(self._policy, "weight_checksums"))[0]
+            self._results(call(self._policy, "give_weights", dict(engines), asleep=asleep))
+            return self._results(call(self._policy, "weight_checksums"))[0]
         finally:
             self._turn.release()
 
@@ -170,10 +181,21 @@ class Trainers:
         """Checksum of each tensor as the trainer holds it, by Hugging Face name."""
         return self._call("weight_checksums")
 
+    def _results(self, refs: list[Any]) -> list[Any]:
+        """Results of calls. Raises TrainerDied also where a rank that lives only sees that another one does not."""
+        try:
+            return results(refs, died=TrainerDied)
+        except TrainerDied:
+            raise
+        except Exception as error:
+            if (death := death_of(sum(self._groups, []))) is not None:
+                raise TrainerDied(f"a process of the run ended, or its host: {death}") from error
+            raise
+
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """What the policy's first rank answers."""
         with self._turn:
-            return _results(call(self._policy, method, *arguments, **options))[0]
+            return self._results(call(self._policy, method, *arguments, **options))[0]
 
     def kill(self) -> None:
         """End all ranks at once, wherever they are; `start` starts others."""

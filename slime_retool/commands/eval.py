@@ -110,8 +110,9 @@ def _from_checkpoint(config: Config) -> dict[str, float]:
         from slime_retool.cluster.cluster import Cluster  # brings ray, which the data need not wait for
 
         cluster = stack.enter_context(Cluster(config))
-        check.wait()
         logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
+        cluster.engines.launch()
+        check.wait()
         rollout.connect(cluster.engines.start_router(cluster.engines.start()))
         with cluster.engines.checked():
             return rollout.evaluate(resume=True)

@@ -8,7 +8,7 @@ import logging
 from megatron_bridge import flags
 from slime_retool.algo.algorithms import SFT_LOSS, names_where
 from slime_retool.config.config import Config
-from slime_retool.config.groups import SFT_ROLLOUT, CriticArgs
+from slime_retool.config.groups import REPLAY_ROLLOUT, RL_ROLLOUT, SFT_ROLLOUT, CriticArgs
 from slime_retool.config.parallel import check_world_size
 from slime_retool.config.require import refuse_unused, require
 from slime_retool.errors import ConfigError
@@ -30,6 +30,7 @@ def check_algorithm(config: Config) -> None:
     _check_loss(config)
     _check_kl(config)
     _check_off_policy(config)
+    _check_staleness(config)
     _check_distillation(config)
     _check_critic(config)
 
@@ -125,6 +126,22 @@ def _check_off_policy(config: Config) -> None:
             "log-probs are of the whole one; ratios and mismatch figures compare the two",
             config.rollout_top_p, config.rollout_top_k,
         )  # fmt: skip
+
+
+def _check_staleness(config: Config) -> None:
+    staleness = f"--max-staleness {config.max_staleness}"
+    if config.max_staleness == 0:
+        return
+    require(not config.loss.supervised, f"{staleness} is of generated samples; drop it for {config.loss_type}")
+    require(
+        config.rollout_function_path in (RL_ROLLOUT, REPLAY_ROLLOUT),
+        f"{staleness} needs the default rollout, which goes on across updates; drop it or --rollout-function-path",
+    )
+    require(
+        config.use_tis or config.use_rollout_logprobs or config.debug_rollout_only,
+        f"{staleness} trains on samples of older weights, which the loss has to know: add --use-tis (decoupled PPO) "
+        "or --use-rollout-logprobs (PPO against the weights that sampled)",
+    )
 
 
 def _check_distillation(config: Config) -> None:

@@ -17,6 +17,8 @@ from slime_retool.config.data_sets import DataSet, parse_data_sets
 
 H = TypeVar("H")
 
+BATCHES_OPEN = 2
+"""Batches of groups that a stream (--max-staleness) has open: one being finished while the next is under way."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -232,6 +234,12 @@ class Config(
         assert self.rollout_batch_size is not None
         return self.rollout_batch_size * self.n_samples_per_prompt
 
+    @property
+    def groups_at_once(self) -> int:
+        """Prompts that engines may work on at the same time."""
+        batch = max(self.rollout_batch_size or 0, self.over_sampling_batch_size or 0)
+        return batch * (BATCHES_OPEN if self.max_staleness else 1)
+
     def response_limit(self, prompt_length: int) -> int:
         """Tokens that a response may have, observations included: --rollout-max-response-len, or what its prompt leaves
         of --rollout-max-context-len where that is less."""
@@ -289,6 +297,11 @@ class Config(
         if self.debug_rollout_only or not self.num_engines:
             return False
         return self.colocate and self.on_cuda if self.offload_rollout is None else self.offload_rollout
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether engines keep what they have read when their weights are updated."""
+        return self.max_staleness > 0 and not self.offloads_rollout
 
     @property
     def eval_sets(self) -> list[tuple[str, str]]:

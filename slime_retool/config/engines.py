@@ -65,8 +65,7 @@ def warn_of_graphs(config: Config) -> None:
     """Say where an engine decodes more requests at once than its CUDA graphs hold: two to three times slower."""
     if config.debug_train_only:
         return
-    prompts = max(config.rollout_batch_size or 0, config.over_sampling_batch_size or 0)
-    samples = math.ceil(prompts * config.n_samples_per_prompt / max(1, config.num_engines))
+    samples = math.ceil(config.groups_at_once * config.n_samples_per_prompt / max(1, config.num_engines))
     given = {
         name: [int(value) for value in values if value.isdecimal()]
         for name, values in config.sglang_server_flags.items()

@@ -57,6 +57,12 @@ class ClusterArgs:
     )
     rollout_num_gpus_per_engine: int = flag(1, min=1, help="GPUs (tensor-parallel size) of one SGLang engine.")
     colocate: bool = flag(False, help="Train and generate on the same devices, in turns.")
+    kernel_cache_dir: str = flag(
+        "~/.cache/slime-retool/kernels",
+        metavar="DIR",
+        help="Kernels that trainers and engines compile for a GPU are kept here for the next start; a folder that only "
+        "you can write to.",
+    )
     offload_train: bool | None = flag(
         None,
         help="Move weights, gradients and optimizer state to the host while engines generate (default: with "
@@ -185,6 +191,13 @@ class RolloutArgs:
         20,
         min=1,
         help="With a filter: stop with a clear error after drawing this many times --rollout-batch-size prompts.",
+    )
+    max_staleness: int = flag(
+        0,
+        min=0,
+        metavar="K",
+        help="Weight updates that a token may be older than the weights it trains. 0: every rollout begins and ends "
+        "between two updates; 1 and more: unfinished conversations go on across updates (docs/stream.md).",
     )
     rollout_function_path: str = flag(
         RL_ROLLOUT,

@@ -54,7 +54,15 @@ class PromptDataSource:
 
     def return_groups(self, groups: list[list[Sample]]) -> None:
         """Draw these groups' rows again, in this order, as fresh samples before any other."""
-        self._returned += [group[0].row for group in groups]
+        self.return_rows([group[0].row for group in groups])
+
+    def return_rows(self, rows: Sequence[int]) -> None:
+        """`return_groups` by `Sample.row`."""
+        self._returned += rows
+
+    def sample_of_row(self, row: int, index: int, group_index: int) -> Sample:
+        """A row that was drawn before (`Sample.row`), as a fresh sample."""
+        return copy_sample(self._rows[row], index, group_index)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is only valid with."""

@@ -70,6 +70,10 @@ class EngineAdmin:
         """End running requests (finish reason "abort"); returns when none is left. New ones wait until `resume`."""
         self._post("/pause_generation", {"mode": "abort"})
 
+    def abort(self) -> None:
+        """Tell running requests to end (finish reason "abort", with what they have); returns at once."""
+        self._request("/abort_request", {"abort_all": True})
+
     def resume(self) -> None:
         """Go on generating after `pause`."""
         self._post("/continue_generation", {})

@@ -15,6 +15,7 @@ from slime_retool.config import Config
 from slime_retool.config.engines import check_server_flags
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import REPORT_LOADER
+from slime_retool.engine.kernel_cache import kernel_cache_environment, make_kernel_cache
 from slime_retool.engine.process import Server
 from slime_retool.errors import ConfigError
 
@@ -105,8 +106,7 @@ def kv_tokens(config: Config) -> int | None:
         return config.sglang_max_total_tokens
     response = max(config.rollout_max_response_len, config.eval_max_response_len or 0)
     longest = config.rollout_max_context_len or (config.rollout_max_prompt_len or 1024) + response
-    prompts = config.over_sampling_batch_size or config.rollout_batch_size or 16
-    samples = math.ceil(prompts * config.n_samples_per_prompt / max(1, config.num_engines))
+    samples = math.ceil((config.groups_at_once or 16) * config.n_samples_per_prompt / max(1, config.num_engines))
     return max(longest + 2 * SPARE_CONTEXT, min(samples * longest, CPU_KV_TOKENS))
 
 
@@ -132,6 +132,7 @@ def server_environment(config: Config, devices: Sequence[int | str] | None) -> d
     if not config.on_cuda:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         return environment
+    environment |= kernel_cache_environment(config.kernel_cache_dir)
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     if config.offloads_rollout:
@@ -168,6 +169,8 @@ class EngineProcess(Server):
         healthy within --sglang-startup-timeout.
         """
         flags = server_flags(config, rank=rank)
+        if config.on_cuda:
+            make_kernel_cache(config.kernel_cache_dir)
         command = [sys.executable, "-m", "sglang.launch_server", "--host", host]
         command += [word for name, values in flags.items() for word in (name, *values)]
         self._start(

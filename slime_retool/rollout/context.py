@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -53,6 +53,10 @@ class RolloutContext:
             # Stored before the first await, so that concurrent callers wait for one and the same entry.
             self._resources[key] = asyncio.ensure_future(self._stack.enter_async_context(manager))
         return await asyncio.shield(self._resources[key])
+
+    def with_engine(self, engine: GenerationEngine) -> RolloutContext:
+        """The same with another engine; resources are shared."""
+        return replace(self, engine=engine)
 
     async def aclose(self) -> None:
         self._resources.clear()

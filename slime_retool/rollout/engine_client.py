@@ -40,6 +40,9 @@ class RouterClient(JsonClient):
         self._one_look = asyncio.Lock()
         self._looked = -math.inf
 
+    def _base(self) -> str:
+        return self._url if self._service is None else self._service.url
+
     def _faults(self) -> int:
         return 0 if self._service is None else self._service.faults
 
@@ -50,7 +53,6 @@ class RouterClient(JsonClient):
         while not self._service.serving:
             await asyncio.sleep(SERVING_POLL_SECONDS)
             await self._look()
-        self._url = self._service.url.rstrip("/")
         moved = self._service.faults != faults
         self._stats.moved += moved
         return moved
@@ -65,10 +67,17 @@ class RouterClient(JsonClient):
                 await asyncio.to_thread(self._service.look)
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        session: str | None = None,
+        cache_key: str | None = None,
     ) -> Completion:
         """Continue `input_ids`; `sampling_params` are SGLang's. Raises EngineError, see the class and the module."""
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "stream": False}
+        if cache_key is not None:
+            body["extra_key"] = cache_key
         headers = {} if session is None else {ROUTING_HEADER: session}
         completion = parse_completion(await self.post("/generate", body, headers))
         self._stats.prompt_tokens += completion.prompt_tokens
@@ -106,6 +115,8 @@ def parse_completion(reply: Any) -> Completion:
     if entries is None and ids:
         raise EngineError("the engine returned no log-probs although return_logprob was set")
     entries = entries or []
+    if finish == "abort":  # ended between a token and its log-prob, perhaps: what has both counts
+        entries, ids = entries[: len(ids)], ids[: len(entries)]
     if [entry[1] for entry in entries] != ids:
         raise EngineError(f"the engine returned {len(ids)} tokens but log-probs of {len(entries)}, or of other tokens")
     return Completion(

@@ -28,8 +28,10 @@ from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel, row_checks
+from slime_retool.rollout.open_turns import Aside, OpenTurns
 from slime_retool.rollout.replay import dump_batch
 from slime_retool.rollout.sft_tokens import conversation_check
+from slime_retool.rollout.stream import Stream, rows_of
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
 from slime_retool.types import RolloutBatch, TrainSample
 
@@ -81,6 +83,11 @@ class RolloutManager:
         """In the data, after the batch that `generate` returned last."""
         self._ahead: tuple[int, Made] | None = None
         """A rollout whose batch is being made before it is asked for."""
+        self._turns: OpenTurns | None = None
+        """With --max-staleness: the engine, over weight updates."""
+        self._stream: Stream | None = None
+        self._restored: dict[str, Any] | None = None
+        """The open groups of a checkpoint, until the stream begins."""
 
     def connect(self, router: str | EngineService) -> None:
         """Generate through this router from now on; behind a URL nothing is replaced when it dies."""
@@ -119,8 +126,9 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int = -1, *, resume: bool = False) -> dict[str, float]:
         """Metrics of all evaluation sets, see `rollout.evaluate`."""
-        work = partial(evaluation.evaluate, self._context, self.eval_sets, rollout_id, resume=resume)
-        return self._call(self._work(work))
+        context = self._context if self._turns is None else self._context.with_engine(Aside(self._turns))
+        work = partial(evaluation.evaluate, context, self.eval_sets, rollout_id, resume=resume)
+        return self._call(self._work(work, context))
 
     def held_out(self) -> dict[str, list[TrainSample]]:
         """The evaluation sets as SFT's validation data, see `rollout.held_out`; made once."""
@@ -128,16 +136,50 @@ class RolloutManager:
             self._held_out = held_out_samples(self._context, self.eval_sets)
         return self._held_out
 
+    # Weight updates, with --max-staleness: hold, drained (and the engines told to end what runs), update, go_on.
+
+    def hold(self) -> None:
+        """Send nothing more to the engines until `go_on`."""
+        if self._turns is not None:
+            self._loop.call_soon_threadsafe(self._turns.hold)
+
+    def drained(self, seconds: float) -> bool:
+        """Whether no request is at the engines, now or within so many seconds."""
+        return self._turns is None or self._call(self._turns.places.empty(seconds))
+
+    def go_on(self, version: int) -> None:
+        """The engines hold weights `version`: generation goes on."""
+        if self._turns is not None:
+            self._call(self._work(partial(self._go_on, version)))
+
+    def stop_generating(self) -> None:
+        """End what goes on across updates, while the engines still answer."""
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            try:
+                self._call(stream.aclose(), CLOSE_SECONDS)
+            except concurrent.futures.TimeoutError:
+                logger.warning("a hook blocks the event loop; what it generates is left behind")
+
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, after the last batch that `generate` returned."""
-        return self._position
+        """The position in the data after the last batch that `generate` returned, and the open conversations."""
+        if self._stream is not None:
+            return self._call(self._state_of_stream(self._stream))
+        return self._position if self._restored is None else self._position | {"stream": self._restored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ConfigError when the data is another."""
+        """Go on where `state` was taken: in the data, and with its conversations, from the next `go_on` on.
+
+        Raises ConfigError when the data is another.
+        """
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead[1]])  # its thread draws from the data
             self._ahead = None
+        self.stop_generating()
         self.data.load_state_dict(state)
+        self._restored = state.get("stream") if self.config.max_staleness else None
+        if "stream" in state and self._restored is None:
+            self.data.return_rows(rows_of(state["stream"]))
         self._position = self.data.state_dict()
 
     def close(self) -> None:
@@ -180,12 +222,42 @@ class RolloutManager:
             timeout=config.rollout_request_timeout,
             retries=config.rollout_request_retries,
         )
-        self._context.engine = self._client
+        if config.max_staleness == 0:
+            self._context.engine = self._client
+        elif self._turns is None:
+            self._turns = self._context.engine = OpenTurns(
+                self._client,
+                concurrency=self._client.concurrency,
+                tokenizer=self._context.tokenizer,
+                keeps_cache=config.keeps_cache,
+            )
+        else:
+            self._turns.engine = self._client
+
+    def _open_stream(self) -> Stream:
+        """The stream, begun at its first use, with the groups of a checkpoint."""
+        assert self._turns is not None, "connect comes first"
+        if self._stream is None:
+            self._stream = Stream(self._context, self.data, self._turns)
+        return self._stream
+
+    async def _go_on(self, version: int) -> None:
+        stream = self._open_stream()
+        if self._restored is not None:
+            stream.load_state_dict(self._restored, version)
+            self._restored = None
+        stream.go_on(version)
+
+    async def _state_of_stream(self, stream: Stream) -> dict[str, Any]:
+        return self.data.state_dict() | {"stream": stream.state_dict()}
 
     async def _generate(self, rollout_id: int) -> tuple[RolloutBatch, dict[str, Any]]:
-        if self._client is not None:
-            self._client.take_stats()
-        batch = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
+        if self._turns is None:
+            if self._client is not None:
+                self._client.take_stats()
+            batch = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
+        else:
+            batch = await self._work(partial(self._open_stream().next_batch, rollout_id))
         if self._client is not None:
             stats = self._client.take_stats()
             batch.metrics |= {
@@ -196,17 +268,20 @@ class RolloutManager:
                 # Prompt tokens that the engines had in their cache.
                 "rollout/cached_token_ratio": stats.cached_tokens / max(stats.prompt_tokens, 1),
             }
+            if self._stream is not None:
+                read = stats.prompt_tokens - stats.cached_tokens + stats.completion_tokens
+                batch.metrics["rollout/reread_ratio"] = batch.metrics["rollout/reread_tokens"] / max(read, 1)
         if self.config.dumps(rollout_id):
             await asyncio.to_thread(dump_batch, self.config.output_dir, rollout_id, batch)
         return batch, self.data.state_dict()
 
-    async def _work(self, start: Callable[[], Awaitable[T]]) -> T:
+    async def _work(self, start: Callable[[], Awaitable[T]], context: RolloutContext | None = None) -> T:
         """Await what `start` returns: hooks find the context, and `close` finds the task."""
         task = asyncio.current_task()
         assert task is not None
         self._working.add(task)
         try:
-            async with use_context(self._context):
+            async with use_context(context or self._context):
                 return await start()
         finally:
             self._working.discard(task)
@@ -214,6 +289,8 @@ class RolloutManager:
     async def _close(self) -> None:
         # Only what was asked of us: resources end their own tasks.
         await cancel(list(self._working))
+        if self._stream is not None:
+            await self._stream.aclose()
         await self._context.aclose()
         if self._client is not None:
             await self._client.aclose()

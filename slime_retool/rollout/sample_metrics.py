@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from slime_retool.rollout.hooks import USABLE
-from slime_retool.types import Sample, SampleStatus
+from slime_retool.types import NO_VERSION, Sample, SampleStatus
 
 
 def is_right(sample: Sample, reward_key: str | None, threshold: float | None) -> bool | None:
@@ -45,7 +45,7 @@ def sample_metrics(
         metrics["accuracy"] = fmean(map(bool, verdicts))
     model_tokens = [sum(sample.loss_mask) for sample in usable]
     calls = sum(sample.num_tool_calls for sample in usable)
-    versions = [version for sample in usable for version in sample.weight_versions]
+    versions = {version for s in usable for version in {*s.weight_versions, *s.token_versions}} - {NO_VERSION}
     metrics |= {
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),

@@ -169,7 +169,7 @@ def append_turn(sample: Sample, completion: Completion, limit: int) -> None:
             f"the engine must return one log-prob for each of at most {limit} tokens, got {len(completion.ids)} "
             f"tokens and {len(completion.log_probs)} log-probs"
         )
-    sample.append(completion.ids, log_probs=completion.log_probs)
+    sample.append(completion.ids, log_probs=completion.log_probs, versions=completion.token_versions)
     sample.weight_versions.append(completion.weight_version)
     sample.num_turns += 1
 

@@ -236,6 +236,9 @@ class Trainer:
         incomplete or other model's checkpoint; ConfigError when no folder with weights was given.
         """
         states = [role.load(iteration) for role in self.roles]
+        if self.config.on_cuda and self.config.save is not None and not self.config.no_async_save:
+            # Page-locked beside the first rollout, or the first save would wait for it.
+            self.writer.copies.reserve(sum(role.bytes_to_save for role in self.roles))
         state = states[0]
         return (0, {}) if state is None else (state.rollout_id + 1, state.extra)
 

@@ -20,6 +20,7 @@ from slime_retool.trainer.actor import Actor
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import split_steps
 from slime_retool.trainer.packing import TokenData
+from slime_retool.types import STALENESS
 
 
 @dataclass(slots=True)
@@ -65,7 +66,9 @@ def prepare(actor: Actor, batch: TrainBatch, values: Tensor | None) -> Prepared:
     elif config.recomputes_log_probs:
         columns["old_log_probs"] = actor.log_probs(batch)
         if batch.rollout_log_probs is not None:
-            metrics |= mismatch(batch.segments, columns["old_log_probs"], batch.rollout_log_probs)
+            metrics |= mismatch(
+                batch.segments, columns["old_log_probs"], batch.rollout_log_probs, batch.columns.get(STALENESS)
+            )
     if config.needs_reference:
         columns["ref_log_probs"] = actor.reference_log_probs(batch)
     advantages = _advantages(config, prepared, values)
@@ -128,9 +131,21 @@ def _advantages(config: Config, prepared: Prepared, values: Tensor | None) -> Ad
     return compute_advantages(config.algorithm, inputs, whiten=config.normalize_advantages)
 
 
-def mismatch(segments: Segments, train_log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probs [N] are from the engine's, under the same weights."""
-    metrics = mismatch_metrics(segments, train_log_probs, rollout_log_probs, segments.turn_of())
+def mismatch(
+    segments: Segments, train_log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor | None = None
+) -> dict[str, float]:
+    """How far the trainer's log-probs [N] are from the engine's, under the same weights.
+
+    With `staleness` [N] only tokens of the present weights are compared; `mismatch/stale_abs_diff` is that of the
+    others, whose weights the trainer no longer has: how far the policy has moved as well.
+    """
+    turns, metrics = segments.turn_of(), {}
+    if staleness is not None:
+        stale = Segments(segments.lengths, segments.mask & (staleness > 0))
+        segments = Segments(segments.lengths, segments.mask & (staleness == 0))
+        older = mismatch_metrics(stale, train_log_probs, rollout_log_probs)
+        metrics["mismatch/stale_abs_diff"] = older["mismatch/abs_diff"]
+    metrics |= mismatch_metrics(segments, train_log_probs, rollout_log_probs, turns)
     return metrics | {"train/logprob_abs_diff": metrics["mismatch/abs_diff"]}
 
 
@@ -140,7 +155,13 @@ def mismatch_of_first_step(prepared: Prepared, log_probs: Tensor) -> dict[str, f
     assert batch.rollout_log_probs is not None
     tokens = int(batch.lengths[:count].sum())
     segments = Segments(batch.lengths[:count], batch.mask[:tokens])
-    return mismatch(segments, log_probs[:tokens], batch.rollout_log_probs[:tokens])
+    staleness = batch.columns.get(STALENESS)
+    return mismatch(
+        segments,
+        log_probs[:tokens],
+        batch.rollout_log_probs[:tokens],
+        None if staleness is None else staleness[:tokens],
+    )
 
 
 def _spread_of(name: str, segments: Segments, values: Tensor) -> dict[str, float]:

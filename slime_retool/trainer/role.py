@@ -159,6 +159,18 @@ class ModelRole(ABC):
             after=after,
         )
 
+    @property
+    def bytes_to_save(self) -> int:
+        """Of a checkpoint that this rank writes, about: data-parallel copies are written by their first rank."""
+        from megatron.core import parallel_state as mpu
+
+        if mpu.get_data_parallel_rank(with_context_parallel=True):
+            return 0
+        moments_and_weight = 8 if self.dtype == torch.float32 else 12
+        each = self.dtype.itemsize + (0 if self.config.no_save_optim else moments_and_weight)
+        # Of frozen ones a checkpoint has nothing.
+        return each * sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+
     def resume(self, root: str, iteration: int | None = None) -> checkpoint.TrainerState:
         """Go on from the newest checkpoint under `root`, or that of rollout `iteration`."""
         state = checkpoint.load(

@@ -28,14 +28,16 @@ class WeightSync:
         *,
         host: str = "127.0.0.1",
         transport: str | None = None,
+        version: int = 0,
     ) -> None:
         """
         Args:
             host: address of global rank 0 as the engines reach it.
             transport: a name of `TRANSPORTS`, or the path of one; default --update-weight-transport.
+            version: what to count updates from.
         """
         config = trainer.config
-        self.weight_version = 0
+        self.weight_version = version
         """What the engines hold now."""
         self._trainer = trainer
         sizes = [parameter.nbytes for parameter in trainer.module.parameters()]
@@ -93,8 +95,9 @@ class WeightSync:
                 raise WeightUpdateError("there is no engine to send weights to")
             if not asleep:
                 every_engine(engines, lambda engine: engine.pause())
-                # Nothing runs until `resume`, so nothing of the old weights can be cached after this.
-                every_engine(engines, lambda engine: engine.flush_cache())
+                if not self._trainer.config.keeps_cache:
+                    # Nothing runs until `resume`, so nothing of the old weights can be cached after this.
+                    every_engine(engines, lambda engine: engine.flush_cache())
 
         def finish() -> None:
             every_engine(engines, lambda engine: engine.set_weight_version(version))

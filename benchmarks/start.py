@@ -1,0 +1,103 @@
+"""How long a run takes from its command to its first rollout, part by part, and how long a save keeps it waiting.
+
+    python benchmarks/start.py --model qwen3-1.7B -- --colocate --sglang-attention-backend triton ...        # one GPU
+    python benchmarks/start.py --model tiny --prompts 2 --samples 2 --response 32 -- --device cpu --colocate
+
+`python -m slime_retool.train` runs as for a user, with an evaluation before training, a checkpoint after each of two
+rollouts and the tools of the ReTool recipe, on random weights of the model's shape (or on `--hf` and `--torch-dist`).
+It starts `--starts` times: the first finds no compiled kernels (with `--cold`), the later ones those of the first.
+
+start_seconds: from the start of the process to the beginning of the first rollout (start/total_seconds), of the last
+start. save_stall_s: what the loop waited for a checkpoint (perf/save_stall_seconds), the longest of all starts; a write
+that did not end before the next save counts with what was waited for it. Both are written as results, every part is
+printed. A checkpoint of the first start is never resumed by the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.results import write_result
+from benchmarks.rl_step import run_training
+from benchmarks.shapes import ROOT, model_flags, prepare
+
+ROLLOUTS = 2
+SHOWN = ("perf/step_seconds", "perf/generate_seconds", "perf/train_seconds", "perf/save_stall_seconds",
+         "perf/save_seconds")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The parts of each start, and seconds of each save."""
+    from traces import build_prompt_rows, write_jsonl
+
+    work: Path = args.work
+    work.mkdir(parents=True, exist_ok=True)
+    hf, torch_dist = args.hf, args.torch_dist
+    if hf is None:
+        weights = prepare(args.weights or work, args.model)
+        hf, torch_dist = weights / "hf", weights / "torch_dist"
+    rows = build_prompt_rows("rl", args.prompts * ROLLOUTS, seed=0)
+    write_jsonl(rows, work / "prompts.jsonl")
+    write_jsonl(rows[: args.evaluated], work / "held.jsonl")
+    kernels = work / "kernels"
+    if args.cold:
+        shutil.rmtree(kernels, ignore_errors=True)
+    flags: list[object] = [
+        *(model_flags(args.model) if args.hf is None else ()),
+        "--hf-checkpoint", hf, "--ref-load", torch_dist, "--prompt-data", work / "prompts.jsonl",
+        "--custom-generate-function-path", "generate_with_retool.generate",
+        "--custom-rm-path", "rl_step_hooks.alternating_reward", "--num-rollout", ROLLOUTS,
+        "--rollout-batch-size", args.prompts, "--n-samples-per-prompt", args.samples,
+        "--rollout-max-response-len", args.response, "--rollout-max-context-len", args.response + 1024,
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens,
+        "--eval-prompt-data", "held", work / "held.jsonl", "--eval-interval", 1000,
+        "--save", work / "save", "--save-interval", 1, "--save-keep", 1, "--kernel-cache-dir", kernels, *args.flags,
+    ]  # fmt: skip
+    starts, saves = [], []
+    for number in range(args.starts):
+        shutil.rmtree(work / "save", ignore_errors=True)
+        steps = run_training(flags, work / "run", args.timeout, SHOWN)
+        starts.append({name: value for name, value in steps[0].items() if name.startswith("start/")})
+        saves += [{name: row[name] for name in SHOWN if "save" in name and name in row} for row in steps]
+        print(f"start {number + 1}: {json.dumps({name: round(value, 1) for name, value in starts[-1].items()})}")
+    shutil.rmtree(work / "save", ignore_errors=True)
+    return {"model": str(args.hf or args.model), "flags": args.flags, "starts": starts, "saves": saves}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-1.7B", help="a Qwen3 shape of scripts/models, with random weights")
+    parser.add_argument("--hf", type=Path, help="a real checkpoint instead of --model")
+    parser.add_argument("--torch-dist", type=Path, help="the same in torch_dist")
+    parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--cold", action="store_true", help="delete the kernels that an earlier call has left")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--evaluated", type=int, default=16, help="problems of the evaluation before training")
+    parser.add_argument("--response", type=int, default=512, help="tokens of one response")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of one packed micro-batch")
+    parser.add_argument("--work", type=Path, default=Path("outputs/bench_start"), help="scratch folder")
+    parser.add_argument("--weights", type=Path, help="folder of the random checkpoint, kept for later runs (--work)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that each start and its steps may take")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
+    parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train")
+    args = parser.parse_args()
+    if (args.hf is None) != (args.torch_dist is None):
+        parser.error("--hf and --torch-dist are the same weights in two formats: give both, or neither")
+    args.work = args.work.resolve()
+    result = run(args)
+    print(json.dumps(result, indent=2))
+    write_result("start_seconds", result["starts"][-1]["start/total_seconds"], "s", out_dir=args.results)
+    stall = max(save["perf/save_stall_seconds"] for save in result["saves"])
+    write_result("save_stall_s", stall, "s", out_dir=args.results)
+
+
+if __name__ == "__main__":
+    main()
