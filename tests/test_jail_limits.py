@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import errno
 import gc
 import inspect
 import json
@@ -102,6 +103,45 @@ def test_a_file_counts_by_the_space_that_it_takes(tmp_path: Path) -> None:
     assert trees.exceeds(parent, "folder", (1 << 20) - 1, 9)
     assert not trees.exceeds(parent, "folder", 2 << 20, 9)
     os.close(parent)
+
+
+def test_deleted_files_that_are_open_count_once_and_nothing_else(tmp_path: Path) -> None:
+    device = os.stat(tmp_path).st_dev
+    memory = os.memfd_create("elsewhere")
+    os.write(memory, bytes(1 << 20))
+    with open(tmp_path / "deleted", "wb") as deleted, open(tmp_path / "kept", "wb") as kept:
+        before = trees.deleted_bytes(os.getpid(), device)
+        for file in (deleted, kept):
+            file.write(b"x" * (1 << 18))
+            file.flush()
+        os.unlink(tmp_path / "deleted")
+        again = os.dup(deleted.fileno())
+        counted = trees.deleted_bytes(os.getpid(), device) - before
+        taken = os.fstat(again).st_blocks * 512
+    for fd in (memory, again):
+        os.close(fd)
+    assert counted == taken > 0
+    assert trees.deleted_bytes(0, device) == 0  # no such process
+
+
+def test_removal_says_whether_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "held").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "held")
+    assert trees.remove_tree(str(tmp_path / "none"), 0.0)
+    assert trees.remove_tree(str(tmp_path / "link"), 0.0) and (tmp_path / "held").is_dir()
+    tries = []
+
+    def rmdir(path: str, **_: object) -> None:
+        tries.append(path)
+        raise OSError(errno.EBUSY, "still in use")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", rmdir)
+        assert not trees.remove_tree(str(tmp_path / "held"), 0.0)
+        assert len(tries) == 1
+        assert not trees.remove_tree(str(tmp_path / "held"), 0.05)
+        assert len(tries) > 2
+    assert trees.remove_tree(str(tmp_path / "held"), 0.0) and not (tmp_path / "held").exists()
 
 
 def as_ordinary_user(path: Path, act: str) -> str:
