@@ -112,6 +112,7 @@ class Zygote:
         if "landlock" not in self.off:
             with _layer("landlock"):
                 self.rules = self._rules()
+            self.beside_work = self._beside_work()
         if "seccomp" not in self.off:
             with _layer("seccomp"):
                 self._install_filter()
@@ -218,10 +219,19 @@ class Zygote:
             rules.allow(self.config["work"], landlock.READ_WRITE)
         return rules
 
+    def _beside_work(self) -> list[str]:
+        """Few paths that cover all readable ones and hold no call's folder."""
+        readable = (*self.paths.readable, *self.config["path"], *self.config["packages"].values())
+        tops = [path[: path.index("/", 1)] if path.count("/") > 1 else path for path in readable]
+        work = self.config["work"] or ""
+        return list(
+            dict.fromkeys(path if work.startswith(f"{top}/") else top for path, top in zip(readable, tops, strict=True))
+        )
+
     def _confine_to(self, folder: str) -> None:
         """A second set of rules, which can only take away: of all the calls' folders, just this one."""
         rules = landlock.Ruleset()
-        for path in (*self.paths.readable, *self.config["path"], *self.config["packages"].values()):
+        for path in self.beside_work:
             rules.allow(path, landlock.READ_ONLY | landlock.IOCTL_DEV)
         rules.allow("/dev/null", landlock.WRITE | landlock.TRUNCATE)
         rules.allow(folder, landlock.READ_WRITE)
