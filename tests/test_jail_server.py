@@ -141,6 +141,8 @@ async def test_a_request_that_cannot_be_served_says_why(body: dict, says: str) -
         (b'{"code": "1"}', {"Content-Type": ""}, (415, "application/json")),
         (b"no zip", {"Content-Encoding": "deflate"}, (415, "compressed")),
         (b"no zip", {"Content-Encoding": "gzip"}, (415, "compressed")),
+        (b'{"code": "1"}', {"Expect": "the \udce9"}, (417, "100-continue")),
+        (b'{"code": ""}', {"Expect": "100-continue", "Origin": "null"}, (403, "web pages")),
         (b'{"code": "1"}', {"Origin": "http://evil.example"}, (403, "web pages")),
         (b'{"code": "1"}', {"Origin": "null"}, (403, "web pages")),
         (b'{"code": "1"}', {"Sec-Fetch-Site": "same-origin"}, (403, "web pages")),

@@ -96,17 +96,15 @@ class _Server:
         policy = self._policy
         room = _ESCAPED * policy.max_code_bytes + 2 * (policy.max_disk_mb << 20)
         app = web.Application(client_max_size=room)
-        app.router.add_post("/run_code", self._run_code)
-        app.router.add_get("/v1/ping", self._ping)
+        app.router.add_post("/run_code", self._run_code, expect_handler=_expect)
+        app.router.add_get("/v1/ping", _ping, expect_handler=_expect)
+        app.router.add_route("*", "/{path:.*}", _not_found, expect_handler=_expect)
         app.cleanup_ctx.append(self._sandbox)
         return app
 
     async def _sandbox(self, _: web.Application) -> AsyncIterator[None]:
         async with self._box:
             yield
-
-    async def _ping(self, _: web.Request) -> web.Response:
-        return web.json_response("pong")
 
     async def _run_code(self, request: web.Request) -> web.Response:
         try:
@@ -157,6 +155,23 @@ class _Server:
             "fetch_files": tuple(fetched),
             "memory_mb": memory if memory is not None and memory > 0 else None,
         }
+
+
+async def _ping(_: web.Request) -> web.Response:
+    return web.json_response("pong")
+
+
+async def _not_found(_: web.Request) -> web.Response:
+    return web.json_response({"detail": "there are POST /run_code and GET /v1/ping"}, status=404)
+
+
+async def _expect(request: web.Request) -> web.Response | None:
+    """aiohttp's own fails on what is no text."""
+    if request.headers["Expect"].lower() != "100-continue":
+        return web.json_response({"detail": "Expect may only be 100-continue"}, status=417)
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
+    return None
 
 
 def _check_kind(request: web.Request) -> None:
