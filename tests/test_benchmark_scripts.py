@@ -18,7 +18,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 
 from base_model import train_tokenizer  # noqa: E402
 
-from benchmarks import convert, features, kernels, multiturn, parallel_curves, sft_batches, step_overhead  # noqa: E402
+from benchmarks import (  # noqa: E402  # noqa: E402
+    convert,
+    features,
+    kernels,
+    multiturn,
+    parallel_curves,
+    sft_batches,
+    step_overhead,
+    stream_hooks,
+    stream_step,
+)
 from benchmarks.logprob_diff import line_fit, trend  # noqa: E402
 from benchmarks.parallel_curves import Curve, Layout, compare, make_steps, read_curves, table, write_curves  # noqa: E402
 from benchmarks.ranks import NO_GPU, rank_environment, run_ranks, side_by_side  # noqa: E402
@@ -313,3 +323,25 @@ def test_batches_of_sft_made_ahead_and_on_demand_are_the_same_tokens(capsys):
     ahead, on_demand = capsys.readouterr().out.splitlines()
     assert ahead.startswith("ahead: ") and on_demand.startswith("on demand: ")
     assert ahead.partition("for a batch of")[2] == on_demand.partition("for a batch of")[2] != ""
+
+
+def test_lengths_are_log_uniform_and_those_of_the_sample() -> None:
+    lengths = [stream_hooks.drawn_length(1, index, 200, 8000) for index in range(4000)]
+    assert lengths[:5] == [stream_hooks.drawn_length(1, index, 200, 8000) for index in range(5)]
+    assert min(lengths) >= 200 and max(lengths) <= 8000
+    # Below the geometric middle as often as above it; the mean is (8000 - 200) / log(40).
+    assert sum(length < (200 * 8000) ** 0.5 for length in lengths) == pytest.approx(2000, abs=150)
+    assert sum(lengths) / 4000 == pytest.approx(7800 / math.log(40), rel=0.05)
+
+
+def test_the_steps_of_a_stream_are_averaged_after_the_warm_up() -> None:
+    rows = [{"perf/step_seconds": seconds, "other": 1.0} for seconds in (90.0, 40.0, 3.0, 7.0)]
+    rows[3]["rollout/staleness_mean"] = 0.5  # not of every step
+    assert stream_step.means(rows, 2) == {"perf/step_seconds": 5.0}
+    with pytest.raises(ValueError, match="4 steps were done in time, and 4 are the warm-up"):
+        stream_step.means(rows, 4)
+    names = [
+        stream_step.metric_name(stream_step.build_parser().parse_args(words))
+        for words in ([], ["--layout", "shared"], ["--lengths"], ["--lengths", "--layout", "shared"])
+    ]
+    assert names == ["stream_step_ratio", "stream_shared_ratio", "stream_long_ratio", "stream_long_ratio"]

@@ -385,6 +385,16 @@ def test_a_router_that_died_is_replaced_in_front_of_those_that_serve(caplog):
             upkeep.look()
 
 
+def test_a_router_that_refuses_connections_is_replaced_before_its_end_is_known():
+    """Its supervisor outlives it by a moment."""
+    parts = Parts(1)
+    with kept(parts) as upkeep:
+        parts.router.server.close()
+        parts.router.stop = lambda: setattr(parts.routers[0], "alive", False)
+        upkeep.look()
+        assert len(parts.routers) == 2 and upkeep.url == parts.router.url and parts.serving == ["engine 0"]
+
+
 def test_a_router_that_answers_nothing_is_replaced():
     parts = Parts(1)
     with kept(parts, hang_seconds=0.3) as upkeep:

@@ -242,6 +242,32 @@ def test_a_teacher_of_other_tokens_is_refused(entries: Any, message: str):
         parse_prompt_log_probs({"meta_info": {"input_token_logprobs": entries}}, [7, 8])
 
 
+@pytest.mark.parametrize(("ids", "log_probs"), [([5, 6, 7], [-0.1, -0.2]), ([5, 6], [-0.1, -0.2, -0.3])])
+def test_of_an_aborted_request_what_has_both_id_and_log_prob_counts(ids: list[int], log_probs: list[float]):
+    aborted = reply(finish_reason={"type": "abort"})
+    aborted["output_ids"] = ids
+    entries = zip(log_probs, (5, 6, 7), strict=False)
+    aborted["meta_info"]["output_token_logprobs"] = [[value, token, None] for value, token in entries]
+    completion = parse_completion(aborted)
+    assert (completion.ids, completion.log_probs) == ([5, 6], [-0.1, -0.2])
+    aborted["meta_info"]["finish_reason"] = {"type": "length"}
+    with pytest.raises(EngineError, match="log-probs of"):
+        parse_completion(aborted)
+
+
+async def test_requests_of_one_cache_key_are_told_apart_from_others():
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response(reply())
+
+    async with served(answer) as client:
+        await client.generate([1], {}, cache_key="3")
+        await client.generate([1], {})
+    assert asked[0]["extra_key"] == "3" and "extra_key" not in asked[1]
+
+
 def test_an_aborted_request_may_come_back_empty():
     aborted = reply(ids=[], finish_reason={"type": "abort", "message": "Abort in waiting queue"})
     del aborted["meta_info"]["prompt_tokens"], aborted["meta_info"]["cached_tokens"]  # as SGLang 0.5.15 leaves them out
@@ -321,6 +347,13 @@ async def test_while_no_engine_serves_requests_wait_and_then_go_to_the_new_route
     async with kept([lost], come_back_later) as (client, service):
         assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
     assert service.looks == 5
+
+
+async def test_a_request_never_goes_to_a_router_that_was_replaced_before():
+    async with kept([], lambda service: None) as (client, service):
+        client._url = "http://127.0.0.1:1"  # where it was when the client was made
+        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+    assert service.looks == 0
 
 
 async def test_the_end_of_the_service_is_an_error_of_its_own():

@@ -36,8 +36,6 @@ def results(refs: list[Any], *, died: type[SlimeRetoolError] = ServerError) -> l
             ray.get(done)
         return ray.get(refs)
     except RayTaskError as error:
-        if (death := _death(pending)) is not None:
-            raise died(f"a process of the run ended, or its host: {death}") from error
         if isinstance(error.cause, Exception):
             raise error.cause from error
         raise
@@ -45,12 +43,13 @@ def results(refs: list[Any], *, died: type[SlimeRetoolError] = ServerError) -> l
         raise died(f"a process of the run ended, or its host: {first_line(error)}") from error
 
 
-def _death(refs: list[Any]) -> str | None:
-    """What Ray says of the first actor that died; a rank whose peer died only sees a broken connection."""
-    ended, _ = ray.wait(refs, num_returns=len(refs), timeout=DEATH_SECONDS) if refs else ([], [])
-    for ref in ended:
+def death_of(actors: list[Any]) -> str | None:
+    """What Ray says of the first of these actors that died, if any; one that is busy lives."""
+    questions = [actor.__ray_ready__.remote() for actor in actors]
+    answered, _ = ray.wait(questions, num_returns=len(questions), timeout=DEATH_SECONDS) if questions else ([], [])
+    for question in answered:
         try:
-            ray.get(ref)
+            ray.get(question)
         except RayActorError as error:
             return first_line(error)
         except RayError:

@@ -14,7 +14,7 @@ import ray
 from slime_retool.cluster.actors import TrainerActor
 from slime_retool.cluster.environment import trainer_environment
 from slime_retool.cluster.placement import Slot
-from slime_retool.cluster.remote import STOP_SECONDS, call, end, quietly, results
+from slime_retool.cluster.remote import STOP_SECONDS, call, death_of, end, quietly, results
 from slime_retool.config import Config
 from slime_retool.errors import TrainerDied
 from slime_retool.types import RolloutBatch, TrainSample
@@ -33,9 +33,6 @@ def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: b
         )
         for rank, slot in enumerate(slots)
     ]
-
-
-_results = partial(results, died=TrainerDied)
 
 
 class Trainers:
@@ -83,9 +80,9 @@ class Trainers:
             self.launch(num_rollout, saved=saved)
         starting = []
         for actors in self._groups:
-            (init_method,) = _results(call(actors[:1], "rendezvous"))
+            (init_method,) = self._results(call(actors[:1], "rendezvous"))
             starting += call(actors, "start", init_method, iteration, stay=stay)
-        return _results(starting)[0]
+        return self._results(starting)[0]
 
     @property
     def _policy(self) -> list[Any]:
@@ -97,11 +94,11 @@ class Trainers:
         with self._turn:
             self._moved_on = True
             if len(self._groups) == 1:
-                return _results(call(self._policy, "trainer", "train", shared, rollout_id))[0]
+                return self._results(call(self._policy, "trainer", "train", shared, rollout_id))[0]
             policy, critic = self._groups
-            values = ray.put(_results(call(critic, "trainer", "values", shared))[0])
-            returns = ray.put(_results(call(policy, "trainer", "prepare", shared, rollout_id, values))[0])
-            metrics = _results(
+            values = ray.put(self._results(call(critic, "trainer", "values", shared))[0])
+            returns = ray.put(self._results(call(policy, "trainer", "prepare", shared, rollout_id, values))[0])
+            metrics = self._results(
                 call(policy, "trainer", "optimize", rollout_id)
                 + call(critic, "trainer", "train_critic", shared, rollout_id, values, returns)
             )
@@ -122,17 +119,17 @@ class Trainers:
             for group in reversed(self._groups):
                 # Rank 0 writes `extra`, which unfinished conversations may be in.
                 first = call(group[:1], "save", rollout_id, extra, background=background)
-                _results(first + call(group[1:], "save", rollout_id, {}, background=background))
+                self._results(first + call(group[1:], "save", rollout_id, {}, background=background))
 
     def finish_save(self, *, wait: bool) -> float | None:
         """Seconds that writing the last save took, once it is complete on all ranks; None while it goes on."""
         with self._turn:
             # The policy's checkpoint comes into force last, and then on all ranks within moments.
-            seconds = _results(call(self._policy[:1], "trainer", "finish_save", wait))
+            seconds = self._results(call(self._policy[:1], "trainer", "finish_save", wait))
             if seconds == [None] and not wait:
                 return None
             self._saving = False
-            seconds += _results(call(sum(self._groups, []), "trainer", "finish_save", True))
+            seconds += self._results(call(sum(self._groups, []), "trainer", "finish_save", True))
             return max((each for each in seconds if each is not None), default=None)
 
     def settle_save(self) -> None:
@@ -175,8 +172,8 @@ class Trainers:
         try:
             if self._moved_on:
                 return None
-            _results(call(self._policy, "give_weights", dict(engines), asleep=asleep))
-            return _results(call(self._policy, "weight_checksums"))[0]
+            self._results(call(self._policy, "give_weights", dict(engines), asleep=asleep))
+            return self._results(call(self._policy, "weight_checksums"))[0]
         finally:
             self._turn.release()
 
@@ -184,10 +181,21 @@ class Trainers:
         """Checksum of each tensor as the trainer holds it, by Hugging Face name."""
         return self._call("weight_checksums")
 
+    def _results(self, refs: list[Any]) -> list[Any]:
+        """Results of calls. Raises TrainerDied also where a rank that lives only sees that another one does not."""
+        try:
+            return results(refs, died=TrainerDied)
+        except TrainerDied:
+            raise
+        except Exception as error:
+            if (death := death_of(sum(self._groups, []))) is not None:
+                raise TrainerDied(f"a process of the run ended, or its host: {death}") from error
+            raise
+
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """What the policy's first rank answers."""
         with self._turn:
-            return _results(call(self._policy, method, *arguments, **options))[0]
+            return self._results(call(self._policy, method, *arguments, **options))[0]
 
     def kill(self) -> None:
         """End all ranks at once, wherever they are; `start` starts others."""

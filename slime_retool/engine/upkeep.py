@@ -52,7 +52,10 @@ class EngineService(Protocol):
 
     @property
     def faults(self) -> int:
-        """Engines and routers that have left so far: a request that failed in between was theirs to lose."""
+        """Engines and routers that have left so far, each counted when it has left.
+
+        Whoever reads this, then `url`, and sees it grow after a failure knows whose failure it was.
+        """
         ...
 
     @property
@@ -294,7 +297,11 @@ class Upkeep:
                 self._finish_start(member)
             elif member.state in (State.UP, State.SERVING) and (how := self._problem(member, closely)):
                 self._leave(member, how)
-        if self._router.alive and self._hangs(self._router_watch, f"{self._router.url}/liveness"):
+        alive = f"{self._router.url}/liveness"
+        if self._router.alive and closely and _refuses(alive):
+            _within(LAST_WORDS_SECONDS, lambda: not self._router.alive)
+            self._router.stop()
+        elif self._router.alive and self._hangs(self._router_watch, alive):
             logger.warning("the router answers nothing (--engine-hang-timeout %g)", self._hang_seconds)
             self._router.stop()
         if self.serving and not self._router.alive:
@@ -314,16 +321,15 @@ class Upkeep:
     def _problem(self, member: _Member, closely: bool) -> str | None:
         """What is wrong with a started engine, in words that follow its name."""
         how, suspicion = member.host.ended(), None
-        if how is None and closely and _refuses(member.url):
+        if how is None and closely and _refuses(f"{member.url}/health"):
             suspicion = "refuses connections"
         # Asked for one token where it generates nothing else.
         elif how is None and member.state is State.SERVING and self._hangs(
             member.watch, f"{member.url}/health_generate"
         ):
             suspicion = f"generates nothing, although asked to (--engine-hang-timeout {self._hang_seconds:g})"
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while how is None and suspicion is not None and time.monotonic() < deadline:
-            time.sleep(0.1)
+        if suspicion is not None:
+            _within(LAST_WORDS_SECONDS, lambda: member.host.ended() is not None)
             how = member.host.ended()
         return how or suspicion
 
@@ -442,13 +448,20 @@ class Upkeep:
 def _refuses(url: str) -> bool:
     """Whether nobody listens, or a server that is going down. One that does not answer in time may only be busy."""
     try:
-        with direct.open(f"{url}/health", timeout=2.0):
+        with direct.open(url, timeout=2.0):
             return False
     except urllib.error.HTTPError as error:
         return error.code == 503
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         return isinstance(reason, ConnectionRefusedError)
+
+
+def _within(seconds: float, true: Callable[[], bool]) -> None:
+    """Wait until `true`, but no longer than this."""
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _in_background(call: Callable[[], R]) -> Future[R]:

@@ -40,6 +40,9 @@ class RouterClient(JsonClient):
         self._one_look = asyncio.Lock()
         self._looked = -math.inf
 
+    def _base(self) -> str:
+        return self._url if self._service is None else self._service.url
+
     def _faults(self) -> int:
         return 0 if self._service is None else self._service.faults
 
@@ -50,7 +53,6 @@ class RouterClient(JsonClient):
         while not self._service.serving:
             await asyncio.sleep(SERVING_POLL_SECONDS)
             await self._look()
-        self._url = self._service.url.rstrip("/")
         moved = self._service.faults != faults
         self._stats.moved += moved
         return moved
@@ -113,6 +115,8 @@ def parse_completion(reply: Any) -> Completion:
     if entries is None and ids:
         raise EngineError("the engine returned no log-probs although return_logprob was set")
     entries = entries or []
+    if finish == "abort":  # ended between a token and its log-prob, perhaps: what has both counts
+        entries, ids = entries[: len(ids)], ids[: len(entries)]
     if [entry[1] for entry in entries] != ids:
         raise EngineError(f"the engine returned {len(ids)} tokens but log-probs of {len(entries)}, or of other tokens")
     return Completion(

@@ -72,7 +72,7 @@ class JsonClient:
 
     async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
         """The reply's JSON. Raises EngineError when there is none after all tries, Refused when more would not help."""
-        url, problem, asked, attempt = self._url + path, "", 0.0, 0
+        url, problem, asked, attempt = "", "", 0.0, 0
         self._stats.requests += 1
         async with self._places:
             while attempt <= self._retries:
@@ -80,7 +80,8 @@ class JsonClient:
                     self._stats.retries += 1
                     delay = min(self._backoff * 2 ** (attempt - 1), self._backoff_limit) * random.uniform(0.5, 1.0)
                     await asyncio.sleep(max(asked, delay))
-                url, asked, before = self._url + path, 0.0, self._faults()
+                asked, before = 0.0, self._faults()
+                url = self._base() + path
                 try:
                     async with self._session.post(url, json=body, headers=headers) as response:
                         if response.status == 200:
@@ -103,6 +104,10 @@ class JsonClient:
                 else:
                     attempt += 1
             raise EngineError(f"{url} failed {self._retries + 1} times, the last with {problem}")
+
+    def _base(self) -> str:
+        """What paths are below now."""
+        return self._url
 
     def _faults(self) -> int:
         """How many servers have been replaced so far."""
