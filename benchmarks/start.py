@@ -5,7 +5,8 @@
 
 `python -m slime_retool.train` runs as for a user, with an evaluation before training, a checkpoint after each of two
 rollouts and the tools of the ReTool recipe, on random weights of the model's shape (or on `--hf` and `--torch-dist`).
-It starts `--starts` times: the first finds no compiled kernels (with `--cold`), the later ones those of the first.
+It starts `--starts` times, the later ones with the kernels that the first has compiled. With `--cold` the first finds
+none, wherever libraries may have kept some, and compiles all (which takes a compiler, nvcc among others).
 
 start_seconds: from the start of the process to the beginning of the first rollout (start/total_seconds), of the last
 start. save_stall_s: what the loop waited for a checkpoint (perf/save_stall_seconds), the longest of all starts; a write
@@ -46,9 +47,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = build_prompt_rows("rl", args.prompts * ROLLOUTS, seed=0)
     write_jsonl(rows, work / "prompts.jsonl")
     write_jsonl(rows[: args.evaluated], work / "held.jsonl")
-    kernels = work / "kernels"
+    kernels: list[object] = []
     if args.cold:
-        shutil.rmtree(kernels, ignore_errors=True)
+        shutil.rmtree(work / "kernels", ignore_errors=True)
+        kernels = ["--kernel-cache-dir", work / "kernels"]
     flags: list[object] = [
         *(model_flags(args.model) if args.hf is None else ()),
         "--hf-checkpoint", hf, "--ref-load", torch_dist, "--prompt-data", work / "prompts.jsonl",
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "--rollout-max-response-len", args.response, "--rollout-max-context-len", args.response + 1024,
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens,
         "--eval-prompt-data", "held", work / "held.jsonl", "--eval-interval", 1000,
-        "--save", work / "save", "--save-interval", 1, "--save-keep", 1, "--kernel-cache-dir", kernels, *args.flags,
+        "--save", work / "save", "--save-interval", 1, "--save-keep", 1, *kernels, *args.flags,
     ]  # fmt: skip
     starts, saves = [], []
     for number in range(args.starts):
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--hf", type=Path, help="a real checkpoint instead of --model")
     parser.add_argument("--torch-dist", type=Path, help="the same in torch_dist")
     parser.add_argument("--starts", type=int, default=2)
-    parser.add_argument("--cold", action="store_true", help="delete the kernels that an earlier call has left")
+    parser.add_argument("--cold", action="store_true", help="keep kernels in the scratch folder, which has none before")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--evaluated", type=int, default=16, help="problems of the evaluation before training")
