@@ -3,7 +3,7 @@
     python benchmarks/start.py --model qwen3-1.7B -- --colocate --sglang-attention-backend triton ...        # one GPU
     python benchmarks/start.py --model tiny --prompts 2 --samples 2 --response 32 -- --device cpu --colocate
 
-`python -m slime_retool.train` runs as for a user, with an evaluation before training, checkpoints every `--save-interval`
+`python -m slime_retool.train` runs as for a user, with an evaluation before training, a checkpoint every few
 rollouts and the tools of the ReTool recipe, on random weights of the model's shape (or on `--hf` and `--torch-dist`).
 It starts `--starts` times, the later ones with the kernels that the first has compiled. With `--cold` the first finds
 none, wherever libraries may have kept some, and compiles all (which takes a compiler, nvcc among others).
