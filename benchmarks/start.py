@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         shutil.rmtree(work / "save", ignore_errors=True)
         steps = run_training(flags, work / "run", args.timeout, SHOWN)
         starts.append({name: value for name, value in steps[0].items() if name.startswith("start/")})
-        saves += [{name: row[name] for name in SHOWN if "save" in name and name in row} for row in steps]
+        saves += [saved for row in steps if (saved := {name: row[name] for name in SHOWN[-2:] if name in row})]
         print(f"start {number + 1}: {json.dumps({name: round(value, 1) for name, value in starts[-1].items()})}")
     shutil.rmtree(work / "save", ignore_errors=True)
     return {"model": str(args.hf or args.model), "flags": args.flags, "starts": starts, "saves": saves}
@@ -98,7 +98,7 @@ def main() -> None:
     result = run(args)
     print(json.dumps(result, indent=2))
     write_result("start_seconds", result["starts"][-1]["start/total_seconds"], "s", out_dir=args.results)
-    stall = max(save["perf/save_stall_seconds"] for save in result["saves"])
+    stall = max(save.get("perf/save_stall_seconds", 0.0) for save in result["saves"])
     write_result("save_stall_s", stall, "s", out_dir=args.results)
 
 
