@@ -84,7 +84,10 @@ def what_is_left(config: Config) -> str:
     """What an interrupted run can go on from."""
     if config.debug_rollout_only:
         return "nothing is trained, so that nothing is lost"
-    saved = latest_rollout(config.save)
+    try:
+        saved = latest_rollout(config.save)
+    except ValueError:  # the first one was being written
+        saved = None
     if saved is None:
         return "no checkpoint was saved: --save DIR with --save-interval N saves one every N rollouts"
     return f"the newest checkpoint is that of rollout {saved}; --load {config.save} goes on from it"
