@@ -217,7 +217,8 @@ GROUPS = (
            "before it: engines, trainers and SGLang's answer start side by side.", {
         "start/total_seconds": "from the start of the process to that of the first rollout",
         "start/flags_seconds": "Python's imports and the flags",
-        "start/data_and_ray_seconds": "tokenizer, data, hooks, and Ray",
+        "start/data_seconds": "tokenizer, data and hooks",
+        "start/ray_seconds": "Ray",
         "start/sglang_flags_seconds": "SGLang's answer whether it takes the `--sglang-*` flags",
         "start/engines_seconds": "engines: imports, weights, cache, CUDA graphs",
         "start/trainers_seconds": "trainers: imports, model, checkpoint",

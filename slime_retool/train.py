@@ -114,12 +114,13 @@ def run(config: Config, check: ServerFlagCheck, laps: Laps) -> None:
     with ExitStack() as stack:
         # The data come first: a row that cannot be used ends the start before Ray begins.
         rollout = stack.enter_context(RolloutManager(config))
+        laps("data")
         from slime_retool.cluster.cluster import Cluster
 
         cluster = stack.enter_context(Cluster(config))
         config = rollout.config  # its data say how many rollouts --num-epoch makes
         first = first_rollout(config)
-        laps("data_and_ray")
+        laps("ray")
         assert config.num_rollout is not None
         cluster.launch(config.num_rollout)
         check.wait()
