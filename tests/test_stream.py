@@ -255,10 +255,12 @@ async def test_a_conversation_finds_no_cache_of_weights_before_it_began():
     turns.let_go(1)
     first = await turns.generate([1, 2], {"max_new_tokens": 5}, session="0")
     turns.let_go(2)
-    await turns.generate([1, 2, *first.ids, 3], {"max_new_tokens": 5}, session="0")
+    second = await turns.generate([1, 2, *first.ids, 3], {"max_new_tokens": 5}, session="0")
+    turns.let_go(3)
+    await turns.generate([1, 2, *first.ids, 3, *second.ids, 4], {"max_new_tokens": 5}, session="0")
     await turns.generate([1, 2], {"max_new_tokens": 5}, session="1")
     await Aside(turns).generate([1, 2], {"max_new_tokens": 5}, session="0")
-    assert keys == ["1", "1", "2", "2"]
+    assert keys == ["1", "1", "1", "3", "3"]
 
 
 async def test_places_are_given_to_the_oldest_conversation_first_and_to_none_while_held():
