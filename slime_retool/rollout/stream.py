@@ -80,7 +80,6 @@ class Stream:
         self._running: set[OpenGroup] = set()
         self._kept: list[OpenGroup] = []
         """Complete groups that wait for their batch."""
-        self._dropped: list[OpenGroup] = []
         self._tally = Tally(config, 0)
         self._rejected: list[Group] = []
         """Groups that ended since the last hand-over and cannot be trained on."""
@@ -126,14 +125,6 @@ class Stream:
         if self._config.offloads_rollout:
             self._engine.hold()
         return await self._hand_over(rollout_id)
-
-    def hold(self) -> None:
-        """Send nothing more to the engine until `go_on`."""
-        self._engine.hold()
-
-    async def drained(self, seconds: float) -> bool:
-        """Whether no request is at the engine, now or within so many seconds."""
-        return await self._engine.places.empty(seconds)
 
     def go_on(self, version: int) -> None:
         """The engine holds weights `version`: go on with what was interrupted, and draw new groups."""
