@@ -84,7 +84,10 @@ def what_is_left(config: Config) -> str:
     """What an interrupted run can go on from."""
     if config.debug_rollout_only:
         return "nothing is trained, so that nothing is lost"
-    saved = latest_rollout(config.save)
+    try:
+        saved = latest_rollout(config.save)
+    except ValueError:  # the first one was being written
+        saved = None
     if saved is None:
         return "no checkpoint was saved: --save DIR with --save-interval N saves one every N rollouts"
     return f"the newest checkpoint is that of rollout {saved}; --load {config.save} goes on from it"
@@ -350,6 +353,8 @@ class Loop:
         if self._config.save is None or self._config.debug_rollout_only:
             return
         if self._saves.last != rollout_id:
+            if self._config.offloads_rollout:
+                self._interrupt()
             self._cluster.begin_training()  # after a step trainers have left their devices
             self._save(rollout_id)
         self._saves.look(wait=True)

@@ -58,14 +58,22 @@ values = st.recursive(
 )
 
 
+ODD = values | numbers | st.sampled_from(
+    [float("nan"), float("inf"), 10**400, -1, [-1], [1, 1, 1], [10**30], {"a": "a"}, ["a", "b"], [None] * 9, "y" * 9000]
+)
+
+
 def near(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with most of these fields, most of them of the right kind, and sometimes another one."""
-    either = {name: kind | kind | kind | values for name, kind in fields.items()}
-    return st.builds(
-        lambda known, other: other | known,
-        st.fixed_dictionaries({}, optional=either) | st.fixed_dictionaries(either),
-        st.just({}) | st.just({}) | st.dictionaries(texts, values, max_size=2),
-    )
+    """Objects with these fields, of the right kind but for one or two of them, which are odd or missing."""
+
+    def change(right: dict[str, Any], odd: dict[str, Any], missing: list[str]) -> dict[str, Any]:
+        return {name: value for name, value in (right | odd).items() if name not in missing}
+
+    names = st.sampled_from(list(fields))
+    right, none = st.fixed_dictionaries(fields), st.just({})
+    odd = none | none | st.dictionaries(names, ODD, min_size=1, max_size=2) | st.dictionaries(texts, values, max_size=1)
+    missing = st.just([]) | st.just([]) | st.just([]) | st.lists(names, max_size=1)
+    return st.builds(change, right, odd, missing)
 
 
 def encoded(value: Any) -> bytes:
@@ -94,8 +102,19 @@ ANSWERS = near(
     wall=st.floats(0, 1),
     max_rss=st.integers(0, 1 << 40),
     written=st.lists(st.none() | st.integers(0, 1 << 40), min_size=2, max_size=2),
-    files=st.lists(st.none() | st.integers(0, 30), max_size=3),
+    files=st.lists(st.none() | st.integers(0, 30), max_size=2),
 )
+
+
+def with_its_files(answer: dict[str, Any], more: int) -> tuple[bytes, bytes]:
+    """An answer's body, and as many bytes after it as it says, but for a few."""
+    sizes = answer.get("files")
+    known = [size for size in sizes if type(size) is int and 0 < size < 99] if isinstance(sizes, list) else []
+    return encoded(answer), b"f" * max(0, sum(known) + more)
+
+
+WITH_FILES = st.builds(with_its_files, ANSWERS, st.sampled_from([0, 0, 0, 0, 1, -1]))
+DEEP = st.sampled_from([b"[" * 20_000, b'{"nonce": ' * 4000, b'{"nonce": "n", "wall": 1' + b"0" * 500 + b"}"])
 
 
 @dataclass
@@ -136,15 +155,23 @@ def answer_in_pieces(data: bytes, size: int) -> dict[str, Any] | None:
     return None
 
 
-def an_answer_is_checked_or_a_violation(example: tuple[bytes, bytes, int, bool]) -> None:
-    body, after, size, with_length = example
-    data = (wire.LENGTH.pack(len(body)) if with_length else b"") + body + after
-    try:
-        answer = answer_in_pieces(data, size)
-    except exchange.ProtocolViolation:
+def an_answer_is_checked_or_a_violation(example: tuple[bytes, bytes, int]) -> None:
+    """The same whether its bytes come together or not; then it becomes a result of the caller's."""
+    body, after, size = example
+    data = wire.LENGTH.pack(len(body)) + body + after
+    outcomes = []
+    for length in (len(data), size):
+        try:
+            outcomes.append(answer_in_pieces(data, length))
+        except exchange.ProtocolViolation:
+            outcomes.append({})
+    answer, in_pieces = outcomes
+    # In pieces it may be complete before what makes it wrong has come.
+    assert encoded(answer) == encoded(in_pieces) or answer == {}
+    if not answer:
         return
-    if answer is None:
-        return
+    given = sum(len(base64.b64decode(data)) for data in answer["files"].values())
+    assert given == len(after) and answer["wall"] < 1e9
     child: Any = SimpleNamespace(out=os.memfd_create("out"), err=os.memfd_create("err"), cpu_seconds=lambda: 0.0)
     try:
         job = records.Job(1, {"fetch": ["a", "b"]}, None, 0.0, nonce="n")
@@ -238,12 +265,14 @@ def a_body_is_arguments_or_a_bad_request(body: bytes) -> None:
     assert arguments["memory_mb"] is None or 0 < arguments["memory_mb"] <= SERVER._policy.memory_mb
 
 
+ODD_REPORTS = st.sampled_from(["", "{", "[" * 100_000, '{"error": 1' + "0" * 5000 + "}"])
+REPORTS = (ANSWERS | values).map(json.dumps) | ODD_REPORTS
 RUNS = near(
     status=st.sampled_from(["Finished", "Error", "TimeLimitExceeded"]),
     execution_time=st.none() | st.floats(),
     return_code=st.none() | st.integers(-80, 300),
     stdout=st.none() | texts,
-    stderr=st.none() | texts | st.builds("{}n0nce{}".format, texts, (ANSWERS | values).map(json.dumps)),
+    stderr=st.none() | texts | st.builds("{}n0nce{}".format, texts, REPORTS),
 )
 REPLIES = near(
     status=st.sampled_from(["Success", "Failed", "SandboxError"]),
@@ -303,19 +332,24 @@ class Running:
         programs = st.lists(st.sampled_from(FRAGMENTS) | texts, max_size=6)
         few_frames, few_programs = (st.lists(each, min_size=1, max_size=3) for each in (FRAMES, programs))
         return {
-            "bytes of a child": Border(few_frames, self.forged_bytes_hurt_nobody_else, 60),
+            "bytes of a child": Border(
+                st.tuples(few_frames, st.lists(texts, max_size=3)), self.forged_bytes_hurt_nobody_else, 60
+            ),
             "programs": Border(few_programs, self.a_program_has_a_result, 60),
             "bytes over HTTP": Border(HTTP_REQUESTS, self.http_bytes_get_an_answer_or_an_end, 40),
         }
 
-    def forged_bytes_hurt_nobody_else(self, frames: list[bytes]) -> None:
+    def forged_bytes_hurt_nobody_else(self, example: tuple[list[bytes], list[str]]) -> None:
+        frames, names = example
+
         async def use() -> list[Result]:
             codes = [FORGE.format(frame=base64.b64encode(frame).decode()) for frame in frames]
             calls = [self.box.run(code, fetch_files=("a", "b"), timeout=20) for code in codes]
-            return list(await asyncio.gather(*calls, self.box.run("6 * 7", timeout=SECONDS_TO_ANSWER)))
+            calls.append(self.box.run("6 * 7", fetch_files=tuple(names), timeout=SECONDS_TO_ANSWER))
+            return list(await asyncio.gather(*calls))
 
         *forged, other = self.do(use())
-        assert other.result == "42", other
+        assert (other.result, other.status) == ("42", Status.OK), other
         assert all(result.status is not Status.UNAVAILABLE for result in forged), forged
 
     def a_program_has_a_result(self, programs: list[list[str]]) -> None:
@@ -329,7 +363,7 @@ class Running:
 
         for result in self.do(use()):
             assert result.status is not Status.UNAVAILABLE, result
-            assert len(encoded_text(result)) < 60_000 and "setting up" not in f"{result.error}", result
+            assert len(encoded_text(result)) < 60_000 and "setting up" not in f"{result.error}{result.stderr}", result
 
     def http_bytes_get_an_answer_or_an_end(self, request: bytes) -> None:
         async def use() -> tuple[bytes, bytes]:
@@ -473,7 +507,7 @@ HTTP_REQUESTS = st.one_of(
 )
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=5)
-FRAMES = mutated(ANSWERS.map(encoded)) | st.binary(max_size=60)
+FRAMES = mutated(ANSWERS.map(encoded)) | DEEP | st.binary(max_size=60)
 BORDERS = {
     "wire": Border(
         st.tuples(st.lists(st.dictionaries(texts, scalars, max_size=3), max_size=4), SIZES),
@@ -481,8 +515,9 @@ BORDERS = {
         100,
     ),
     "answers": Border(
-        st.tuples(FRAMES, st.binary(max_size=40), st.integers(1, 80), st.booleans()),
+        st.builds(lambda pair, size: (*pair, size), WITH_FILES | st.tuples(FRAMES, st.just(b"")), st.integers(1, 80)),
         an_answer_is_checked_or_a_violation,
+        400,
     ),
     "output": Border(
         st.tuples(st.integers(2, 120), st.booleans(), st.lists(OPERATIONS, max_size=8)), output_is_bounded_text

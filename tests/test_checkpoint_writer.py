@@ -333,6 +333,8 @@ def test_copies_have_storages_of_their_own_size_and_reuse_their_memory():
         assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype
         assert copy.untyped_storage().nbytes() == tensor.nbytes
     assert all(copies.copy(copy) is copy for copy in got)
+    second_half = got[2].chunk(2)[1]
+    assert copies.copy(second_half) is second_half
     tensors[0].add_(1)
     assert got[0].tolist() == list(range(7))
     places = [copy.data_ptr() for copy in got[:4]]

@@ -11,16 +11,20 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime_retool import __version__
 from slime_retool.cli import COMMANDS, main
 from slime_retool.errors import ConfigError, EngineError, SaveError, run_command
 from slime_retool.metrics import Metrics
-from slime_retool.rollout.transcripts import dump_samples
-from slime_retool.types import Sample, SampleStatus
+from slime_retool.rollout.transcripts import Transcripts, dump_samples
+from slime_retool.trainer.batch import TrainBatch
+from slime_retool.trainer.dump import dump_trained
+from slime_retool.types import Sample, SampleStatus, TrainSample
 
 ROOT = Path(__file__).parents[1]
 
@@ -147,12 +151,36 @@ def test_what_is_no_mistake_of_the_user_keeps_its_traceback_unless_a_command_say
     assert capsys.readouterr().err == "prog: error: odd\n"
 
 
-def test_a_full_disk_ends_a_run_in_one_line_while_metrics_are_written(tmp_path: Path, capsys, caplog):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+def _log(folder: Path) -> None:
+    (folder / "metrics.jsonl").symlink_to("/dev/full")
+    with contextlib.closing(Metrics(folder)) as metrics:
+        metrics.log(0, {"train/loss": 1.0})
 
+
+def _dump(folder: Path) -> None:
+    (folder / "rollout.jsonl.part").symlink_to("/dev/full")
+    dump_samples(folder / "rollout.jsonl", [(Sample("q", "2"), {})])
+
+
+def _dump_trained(folder: Path) -> None:
+    (folder / "rollouts").mkdir()
+    (folder / "rollouts" / "trained_000000.jsonl").symlink_to("/dev/full")
+    sample = TrainSample(tokens=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0.0, -1.0], reward=1.0)
+    dump_trained(str(folder), 0, TrainBatch.from_samples([sample]), None, torch.zeros(2))
+
+
+def _keep_transcripts(folder: Path) -> None:
+    with Transcripts(folder / "set.jsonl", further={}, setting={}) as transcripts:
+        (folder / "set.jsonl").unlink()
+        (folder / "set.jsonl").symlink_to("/dev/full")
+        transcripts._file = (folder / "set.jsonl").open("a")  # as if the disk had filled up meanwhile
+        transcripts.add(Sample("q", "2"))
+
+
+@pytest.mark.parametrize("write", [_log, _dump, _dump_trained, _keep_transcripts], ids=lambda write: write.__name__)
+def test_a_full_disk_ends_a_run_in_one_line_whatever_fills_it(write: Callable[[Path], None], tmp_path, capsys, caplog):
     def command() -> int:
-        with contextlib.closing(Metrics(tmp_path)) as metrics:
-            metrics.log(0, {"train/loss": 1.0})
+        write(tmp_path)
         return 0
 
     assert run_command("prog", command) == 1

@@ -52,6 +52,8 @@ RUN_ELSEWHERE = {
     ("docs/extending.md", "python"): "test_extending.py",
     ("docs/extending.md", "diff"): "test_extending.py",
     ("docs/tools.md", "python"): "test_tool_docs.py",
+    ("docs/your_own.md", "python"): "test_your_own.py",
+    ("docs/your_own.md", "jsonl"): "test_your_own.py",
 }
 """Blocks of a language on a page -> the test that takes them from there and runs them."""
 
@@ -83,6 +85,8 @@ def commands_of(block: str) -> Iterator[list[str]]:
         except ValueError:  # a quote that goes on in the next line
             continue
         pending = ""
+        if words[:1] == ["for"] and "do" in words:
+            words = words[words.index("do") + 1 :]
         while words and re.match(r"^[A-Za-z_]\w*=", words[0]):
             words.pop(0)
         if words:
@@ -112,8 +116,15 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w.-]*):", done.stdout, re.M))
 
 
-def mistakes_in(words: list[str], own_flags: frozenset[str] = frozenset()) -> Iterator[str]:
-    """What of a command does not exist; `own_flags` are those that the page's own hooks declare."""
+def files_of(text: str) -> frozenset[str]:
+    """Python files that a page has the reader write: their first line is their name."""
+    return frozenset(re.findall(r"^```python\n# (\w+\.py)$", text, re.M))
+
+
+def mistakes_in(
+    words: list[str], own_flags: frozenset[str] = frozenset(), own_files: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """What of a command does not exist; flags that the page's own hooks declare and its own files do."""
     program, *rest = words
     given = {word.partition("=")[0] for word in rest if word.startswith("--") and word != "--"}
     given = {word for word in given if not word.startswith("--sglang-")} - {"--help", "--version"} - own_flags
@@ -128,7 +139,9 @@ def mistakes_in(words: list[str], own_flags: frozenset[str] = frozenset()) -> It
         converters = {"tools/convert_torch_dist_to_hf.py": "to-hf", "tools/convert_hf_to_torch_dist.py": "to-megatron"}
         if rest[0] in converters:
             given -= options_of(f"convert {converters[rest[0]]}")
-        if "ANY_SCRIPT" not in rest[0] and not script.is_file():
+        if rest[0] in own_files:
+            yield from (f"{rest[0]} has no {flag}" for flag in given)
+        elif "ANY_SCRIPT" not in rest[0] and not script.is_file():
             yield f"no file {rest[0]}"
         elif script.is_file():
             yield from (f"{rest[0]} has no {flag}" for flag in given - flags_in(script) - options_of("train"))
@@ -148,8 +161,9 @@ BLOCK_NAMES = [f"{page}-{number}" for number, (page, _) in enumerate(SHELL_BLOCK
 def test_each_command_of_a_shell_block_exists_with_its_flags(page: str, block: str) -> None:
     syntax = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
     assert syntax.returncode == 0, syntax.stderr
-    own = declared_in((ROOT / page).read_text(encoding="utf-8"))
-    assert [mistake for words in commands_of(block) for mistake in mistakes_in(words, own)] == []
+    text = (ROOT / page).read_text(encoding="utf-8")
+    own = declared_in(text), files_of(text)
+    assert [mistake for words in commands_of(block) for mistake in mistakes_in(words, *own)] == []
 
 
 def test_a_command_that_does_not_exist_would_be_found() -> None:

@@ -96,6 +96,15 @@ def test_the_table_does_not_call_a_figure_of_fewer_samples_by_the_whole_number()
     assert "66.7 % (k=2)" in cut
 
 
+def test_the_turns_of_the_table_are_the_assistants_as_in_training():
+    samples = [scored(0, i, "1", True) for i in range(2)]
+    samples[0].num_turns, samples[1].num_turns = 1, 2
+    config = Config(n_samples_per_eval_prompt=2, eval_prompt_data=["s", "s.jsonl"])
+    names, values = table(config, metrics := set_metrics("s", samples, config)).splitlines()
+    begin = names.index("turns")
+    assert values[begin:].split()[0] == "1.5" and metrics["eval/s/mean_turns"] == 1.5
+
+
 def test_one_problem_with_fewer_answers_does_not_take_pass_at_k_from_the_others():
     samples = [scored(group, 4 * group + i, str(i), i == 0) for group in range(3) for i in range(4)]
     for sample in samples[9:]:

@@ -56,7 +56,7 @@ WRONG = {
     "endless wall": ANSWER | {"wall": float("inf")},
     "negative wall": ANSWER | {"wall": -1},
     "a text as wall": ANSWER | {"wall": "1"},
-    "a long result": ANSWER | {"result": "x" * 300},
+    "a long result": ANSWER | {"result": "x" * (99 + exchange._NOTE + 1)},
     "a long error": ANSWER | {"error": "x" * 5000},
     "a list as error": ANSWER | {"error": []},
     "huge memory": ANSWER | {"max_rss": 1 << 70},
@@ -75,8 +75,9 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG.values(), ids=WRONG.keys())
 def test_an_answer_that_the_executor_would_not_send_is_a_violation(message: object) -> None:
     """And no other error, which would end the broker with all calls."""
+    assert accepted(ANSWER, ("f",)) is not None
     with pytest.raises(exchange.ProtocolViolation):
-        accepted(message, ("f",), b"x")
+        accepted(message, ("f",))
 
 
 def test_a_frame_longer_than_any_answer_is_a_violation_before_it_has_arrived() -> None:
@@ -90,7 +91,7 @@ def test_the_largest_answer_that_the_executor_makes_is_accepted() -> None:
     result = "\U0001f600" * (LIMITS["max_output_bytes"] // 2)
     result = f"{result} ... [{10**9} characters omitted] ... {result}"
     error = "\U0001f600" * 4000 + "\n(the memory limit is 4294967295 MB)"
-    assert accepted(ANSWER | {"result": result, "error": error})["result"] == result
+    assert accepted(ANSWER | {"result": result, "error": error, "wall": 0.0})["result"] == result
 
 
 FORGE = """

@@ -471,3 +471,25 @@ def test_json_and_page_call_the_further_model_by_its_name(capsys):
     main(["plan", *flags])
     page = capsys.readouterr().out
     assert page.count("\n  critic ") == 2 and "others" not in page + json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [
+        ({}, 1.0),
+        ({"actor_num_gpus_per_node": 4}, 1.0),
+        ({"actor_num_gpus_per_node": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 1.0),
+        ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2}, 0.5),
+        ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 4}, 0.5),
+        ({"actor_num_gpus_per_node": 4, "no_async_save": True}, 0.0),
+        ({"actor_num_gpus_per_node": 4, "save": None}, 0.0),
+    ],
+)
+def test_the_copy_that_a_checkpoint_is_written_from_is_counted_on_the_host_that_has_most_of_it(layout, share) -> None:
+    model = {
+        "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "vocab_size": 1000,
+        "max_position_embeddings": 512, "device": "cuda",
+    }  # fmt: skip
+    config = Config(**{**model, "save": "save", **layout})
+    trainer = TrainerMemory(weights=0, gradients=0, optimizer=0, others=0, activations=0, logits=0)
+    assert host_memory(config, trainer) == int(share * config.bytes_of_a_save)

@@ -17,7 +17,7 @@ from slime_retool.config.groups import REPLAY_ROLLOUT
 from slime_retool.config.validate import _check_replay
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.rollout.replay import batch_path, dump_batch, read_batch
-from slime_retool.types import RolloutBatch, TrainSample
+from slime_retool.types import STALENESS, RolloutBatch, TrainSample
 
 
 def hard_samples() -> list[TrainSample]:
@@ -64,6 +64,16 @@ def test_a_replay_starts_no_engine_and_writes_no_checkpoint(tmp_path: Path):
     assert config.num_engines == 0 and config.rollout_function_path == REPLAY_ROLLOUT
     assert config.save is None and config.save_interval is None and config.eval_interval is None
     assert resolve(config) == config
+
+
+def test_a_run_that_never_waits_is_replayed_with_its_flags(tmp_path: Path):
+    from slime_retool.config.algorithm import check_algorithm
+
+    flags = {"max_staleness": 1, "use_rollout_logprobs": True, "num_rollout": 2, "n_samples_per_prompt": 3}
+    check_algorithm(resolve(tiny_config(replay_rollouts="earlier", **flags)))
+    batch = RolloutBatch([dataclasses.replace(s, columns={STALENESS: [0.0] * s.length}) for s in random_samples()])
+    dump_batch(str(tmp_path), 0, batch)
+    assert read_batch(str(tmp_path), 0) == batch
 
 
 @pytest.mark.parametrize("inside", ["", "rollouts"])

@@ -25,7 +25,7 @@ from slime_retool.tool_use import ToolCall
 from slime_retool.types import Sample
 
 _PROGRAM = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-MAX_THOUGHT = 500
+MAX_THOUGHT = 900
 """Characters before the program; longer ones are left out of a trace."""
 MAX_OUTPUT = 200
 
@@ -45,7 +45,7 @@ def thought_of(text: str) -> str:
         # "To find x, we ... . Here is the program:" loses its last sentence.
         before, stop, _ = lines[-1].rpartition(". ")
         lines[-1:] = [before + stop.strip()] if before else []
-    thought = " ".join(lines)
+    thought = "\n".join(lines)
     return thought if len(thought) <= MAX_THOUGHT else ""
 
 

@@ -269,7 +269,8 @@ def select(args: argparse.Namespace) -> dict[str, Any]:
         filled = filled[: args.most_converted]
         # A writer that solves nothing says nothing of the questions.
         fit = [row for row, one in zip(rows, found, strict=True) if fit_for_rl(one)] or rows
-        write_jsonl(out / "rl" / f"{name}.jsonl", fit)
+        random.Random(args.seed).shuffle(fit)
+        write_jsonl(out / "rl" / f"{name}.jsonl", fit[: args.most_rl])
         conversations += own + filled
         report[name] = {
             "questions": len(rows),
@@ -278,7 +279,7 @@ def select(args: argparse.Namespace) -> dict[str, Any]:
             "solved_questions": sum(bool(one.right) for one in found),
             "own_conversations": len(own),
             "converted_conversations": len(filled),
-            "for_rl": len(fit),
+            "for_rl": len(fit[: args.most_rl]),
         }
     random.Random(args.seed).shuffle(conversations)
     conversations = conversations[: args.most]
@@ -322,6 +323,7 @@ def main() -> None:
     second.add_argument("--per-question", type=int, default=2, help="different programs of one question")
     second.add_argument("--most-converted", type=int, default=10**9, help="converted worked answers")
     second.add_argument("--most", type=int, default=10**9, help="conversations in all")
+    second.add_argument("--most-rl", type=int, default=10**9, help="questions of each set for RL")
     second.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     report = convert(args.prepared, args.sandbox_isolation) if args.command == "convert" else select(args)

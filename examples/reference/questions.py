@@ -28,6 +28,7 @@ from typing import Any
 
 from slime_retool.data.leakage import EvaluationQuestions
 from slime_retool.data.math_prompts import bare_question
+from slime_retool.data.questions import read_label
 from slime_retool.data.readers import read_rows
 
 FORMS = {
@@ -70,7 +71,9 @@ def gsm8k(path: Path) -> list[Question]:
 
 
 def columns(path: Path, question: str, answer: str) -> list[Question]:
-    return [Question(bare_question(row[question]), str(row[answer]).strip()) for row in read_rows(path)]
+    """Rows of these two columns; one with a blank answer is left out."""
+    rows = [(row[question], read_label(row, answer)) for row in read_rows(path)]
+    return [Question(bare_question(asked), label) for asked, label in rows if label is not None]
 
 
 def dapo_math(path: Path) -> list[Question]:

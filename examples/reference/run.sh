@@ -31,6 +31,7 @@ if [[ "${FORM}" == short ]]; then
   SFT_BATCH="${SFT_BATCH:-128}"
   SFT_LR="${SFT_LR:-3e-5}"
   MOST_TRACES="${MOST_TRACES:-12000}"
+  MOST_CONVERTED="${MOST_CONVERTED:-3000}" # worked answers as programs, where the writer solved none
   PER_QUESTION="${PER_QUESTION:-2}"      # different programs of one question in the SFT data
   RL_STEPS="${RL_STEPS:-24}"
   EVAL_EVERY="${EVAL_EVERY:-${RL_STEPS}}" # rollouts
@@ -48,6 +49,7 @@ else
   SFT_BATCH="${SFT_BATCH:-64}"
   SFT_LR="${SFT_LR:-1e-5}"
   MOST_TRACES="${MOST_TRACES:-5000}"
+  MOST_CONVERTED="${MOST_CONVERTED:-500}"
   PER_QUESTION="${PER_QUESTION:-1}"
   RL_STEPS="${RL_STEPS:-30}"
   EVAL_EVERY="${EVAL_EVERY:-15}"
@@ -69,7 +71,7 @@ DEVICE="${DEVICE:-auto}"
 SAMPLES="${SAMPLES:-2}"                  # programs asked for each training question
 PROGRAM_RESPONSE="${PROGRAM_RESPONSE:-640}"  # tokens of a program and what stands around it
 SAMPLE_SECONDS="${SAMPLE_SECONDS:-180}"  # after which the programs that are there are taken
-MOST_CONVERTED="${MOST_CONVERTED:-4000}" # worked answers turned into programs, where the writer solved none
+MOST_RL="${MOST_RL:-3000}"               # questions of each set that RL draws from
 RL_PROMPTS="${RL_PROMPTS:-64}"
 RL_SAMPLES="${RL_SAMPLES:-8}"
 RL_BATCH="${RL_BATCH:-256}"              # samples of an optimizer step
@@ -289,7 +291,7 @@ select_traces() {
   done
   "${PYTHON}" "${HERE}/program_traces.py" select --prepared "${PREPARED}" --samples ${samples[@]+"${samples[@]}"} \
     --output-dir "${OUT}/data" --per-question "${PER_QUESTION}" --most-converted "${MOST_CONVERTED}" \
-    --most "${MOST_TRACES}"
+    --most "${MOST_TRACES}" --most-rl "${MOST_RL}"
 }
 
 pending() {

@@ -8,7 +8,7 @@ import logging
 from megatron_bridge import flags
 from slime_retool.algo.algorithms import SFT_LOSS, names_where
 from slime_retool.config.config import Config
-from slime_retool.config.groups import RL_ROLLOUT, SFT_ROLLOUT, CriticArgs
+from slime_retool.config.groups import REPLAY_ROLLOUT, RL_ROLLOUT, SFT_ROLLOUT, CriticArgs
 from slime_retool.config.parallel import check_world_size
 from slime_retool.config.require import refuse_unused, require
 from slime_retool.errors import ConfigError
@@ -134,7 +134,7 @@ def _check_staleness(config: Config) -> None:
         return
     require(not config.loss.supervised, f"{staleness} is of generated samples; drop it for {config.loss_type}")
     require(
-        config.rollout_function_path == RL_ROLLOUT,
+        config.rollout_function_path in (RL_ROLLOUT, REPLAY_ROLLOUT),
         f"{staleness} needs the default rollout, which goes on across updates; drop it or --rollout-function-path",
     )
     require(

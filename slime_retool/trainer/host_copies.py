@@ -23,7 +23,6 @@ class HostCopies:
         self._pinned, self._slab_bytes = pinned, slab_bytes
         self._slabs: list[Tensor] = []
         self._slab = self._used = 0
-        self._copies: set[int] = set()
         self._reserving: threading.Thread | None = None
 
     def reserve(self, size: int) -> None:
@@ -44,15 +43,17 @@ class HostCopies:
         if self._reserving is not None:
             self._reserving.join()
         self._slab = self._used = 0
-        self._copies.clear()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`, or itself where it is one already. From a GPU it is there after a synchronization."""
-        if tensor.data_ptr() in self._copies or not tensor.numel():
+        """A copy of `tensor`, or itself where it is (part of) one. From a GPU it is there after a synchronization."""
+        if not tensor.numel() or self._holds(tensor):
             return tensor
         copy = self._room(tensor.nbytes, tensor.dtype).view(tensor.shape)
-        self._copies.add(copy.data_ptr())
         return copy.copy_(tensor.detach(), non_blocking=True)
+
+    def _holds(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(0 <= address - slab.data_ptr() < len(slab) for slab in self._slabs)
 
     def _room(self, size: int, dtype: torch.dtype) -> Tensor:
         while self._slab < len(self._slabs) and self._used + size > len(self._slabs[self._slab]):

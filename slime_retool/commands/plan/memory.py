@@ -243,10 +243,21 @@ def engine_memory(config: Config, card: Card) -> EngineMemory:
 
 def host_memory(config: Config, trainer: TrainerMemory) -> int:
     """Page-locked bytes of one host: the reference model, the policy's weights while the reference is in their place,
-    what leaves the device while engines generate, and the optimizer state that --optimizer-cpu-offload keeps there."""
+    what leaves the device while engines generate, the optimizer state that --optimizer-cpu-offload keeps there, and the
+    copy that a checkpoint is written from."""
     held = trainer.host_optimizer
     if config.offloads_train:
         held += trainer.weights + trainer.optimizer + trainer.others
     if config.needs_reference and config.lora is None:
         held += 2 * trainer.weights
-    return held * config.actor_num_gpus_per_node
+    return held * config.actor_num_gpus_per_node + _copy_to_save(config)
+
+
+def _copy_to_save(config: Config) -> int:
+    """On the first host, which has most: of data-parallel copies the first one is written."""
+    if config.save is None or config.no_async_save:
+        return 0
+    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    first_ranks = range(0, config.world_size, config.world_size // stages)  # of each stage
+    writers = sum(max(0, min(tensor, config.actor_num_gpus_per_node - rank)) for rank in first_ranks)
+    return config.bytes_of_a_save * writers // (tensor * stages)

@@ -26,7 +26,7 @@ from slime_retool.sandbox.host.sandbox import Sandbox
 T = TypeVar("T")
 
 MAX_TIMEOUT = 300.0
-_SHUTDOWN_SECONDS = 0.5
+_SHUTDOWN_SECONDS = 0.1
 """After which requests that still run are cancelled, once the server is to end."""
 _FIELDS = set("code language compile_timeout run_timeout memory_limit_MB stdin files fetch_files".split())
 _ESCAPED = 6
