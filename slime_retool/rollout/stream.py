@@ -97,7 +97,7 @@ class Stream:
     async def next_batch(self, rollout_id: int) -> RolloutBatch:
         """The next batch of `rollout_batch_size` groups, for a trainer that holds the engine's weights.
 
-        With --offload-rollout nothing more is sent to the engine until `go_on`. Raises what `generate_rollout` does.
+        Raises what `generate_rollout` does. What is open goes on; nothing new is drawn before `go_on`.
         """
         self._draws = True
         self._tally.rollout_id = rollout_id
@@ -122,8 +122,6 @@ class Stream:
                 if self._pump_task.done():
                     await self._pump_task  # raises
                 bar.update(min(len(self._kept), self._target) - bar.n)
-        if self._config.offloads_rollout:
-            self._engine.hold()
         return await self._hand_over(rollout_id)
 
     def go_on(self, version: int) -> None:
