@@ -397,7 +397,8 @@ class Upkeep:
         try:
             member.url, member.state = member.starting.result(), State.UP
         except SlimeRetoolError as error:
-            self._leave(member, f"did not start again ({error})")
+            # The rest is the end of its log.
+            self._leave(member, f"did not start again ({str(error).partition('; end of ')[0]})")
 
     def _join(self) -> None:
         """Give those that have started the current weights, where that can be now, and take them in."""

@@ -69,9 +69,10 @@ class Run:
         now = self.cluster.trainers.weight_checksums()
         assert self.cluster.engines.weight_checksums() == [now, now]
 
-    async def until_all_serve(self) -> None:
+    async def until_all_serve(self, faults: int = 0) -> None:
+        """Until both engines serve, and so many have left."""
         service = self.cluster.engines.service
-        while self.cluster.engines.others_run({}) and service.num_serving < 2:
+        while service.num_serving < 2 or service.faults < faults:
             await asyncio.sleep(0.1)
 
 
@@ -104,13 +105,14 @@ def test_conversations_of_an_engine_go_on_and_its_replacement_joins_in_the_same_
 ):
     """Every sample is whole and right; the replacement has answered some of them with the current weights."""
     old, log = run.cluster.engines.current()[1], run.folder / "logs" / "engine_1.log"
+    faults = run.cluster.engines.service.faults
     before: list[int] = []
 
     async def fault() -> None:
         send(old, number)
 
     async def wait() -> None:
-        await run.until_all_serve()
+        await run.until_all_serve(faults + 1)
         before.append(requests_served(log))
 
     batch = run.generate({5: fault, 30: wait})
