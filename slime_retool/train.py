@@ -175,6 +175,8 @@ class Loop:
         self._interrupts = Interrupts(defers=config.save is not None and not config.debug_rollout_only)
         self._engine_memory: dict[str, float] = {}
         self._restarts = 0
+        self._evaluating: int | None = None
+        """With --max-staleness: the rollout after which an evaluation goes on beside the next generation."""
         self._first_data: dict[str, Any] = {}
         """The position in the data that the run began with."""
         self._health = HealthCheck()
@@ -238,7 +240,11 @@ class Loop:
             if self._interrupts.asked:
                 raise KeyboardInterrupt
             if evaluates_after(self._config, rollout_id):
-                self._evaluate(rollout_id)
+                if self._config.max_staleness and rollout_id + 1 < self._num_rollout:
+                    self._rollout.begin_evaluation(rollout_id)
+                    self._evaluating = rollout_id
+                else:
+                    self._evaluate(rollout_id)
         except KeyboardInterrupt:
             self._save_at_once(rollout_id)
             raise
@@ -315,6 +321,9 @@ class Loop:
         phases = Phases()
         with phases("generate"), cluster.engines.checked():
             batch = self._rollout.generate(rollout_id)
+        if self._evaluating is not None:  # it began with these weights
+            evaluated, self._evaluating = self._evaluating, None
+            phases.leave_out(self._evaluate(evaluated))
         cluster.engines.check()
         metrics = batch.metrics | self._saves.look()
         if not config.debug_rollout_only:
@@ -385,16 +394,18 @@ class Loop:
                 self._cluster.engines.abort()
                 self._rollout.drained(ABORT_SECONDS)
 
-    def _evaluate(self, rollout_id: int) -> None:
-        """Evaluate the weights after `rollout_id` (-1: before any training)."""
+    def _evaluate(self, rollout_id: int) -> float:
+        """Evaluate the weights after `rollout_id` (-1: before any training). Returns the seconds it took."""
         begin = time.monotonic()
         with self._cluster.engines.checked():
             metrics = self._validate() if self._config.loss.supervised else self._rollout.evaluate(rollout_id)
-        self._metrics.log(rollout_id, metrics | {"perf/eval_seconds": time.monotonic() - begin})
+        seconds = time.monotonic() - begin
+        self._metrics.log(rollout_id, metrics | {"perf/eval_seconds": seconds})
         wanted = ("/accuracy", "/reward", "/loss")
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(wanted)]
         when = "before training" if rollout_id < 0 else f"after rollout {rollout_id}"
         logger.info("evaluation %s: %s", when, ", ".join(shown))
+        return seconds
 
     def _validate(self) -> dict[str, float]:
         """SFT: the loss on held-out conversations."""

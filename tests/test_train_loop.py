@@ -149,6 +149,13 @@ class Told(Parts):
 
     def hold(self) -> None: ...
 
+    def begin_evaluation(self, rollout_id: int) -> None:
+        self.events.append(f"evaluation {rollout_id} begins")
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        self.events.append(f"evaluation {rollout_id} ends")
+        return {}
+
     def abort(self) -> None:
         self.events.append("abort")
         self.running -= 1
@@ -172,6 +179,18 @@ def test_requests_are_interrupted_before_an_update_or_before_engines_leave(turns
         assert parts.events == [*first, *ended, "begin_training", "train", "hold", *update]
     else:
         assert parts.events == [*first, "begin_training", "train", *ended, *update]
+
+
+def test_an_evaluation_goes_on_beside_the_next_generation_and_ends_before_the_next_update(tmp_path: Path):
+    parts = Told()
+    values = {"num_rollout": 2, "max_staleness": 1, "save": None, "save_hf": None, "eval_interval": 1}
+    loop(tmp_path, parts, offload_rollout=True, **values).run()
+    of_interest = [event for event in parts.events if event in ("generate", "hold", "train") or "evaluation" in event]
+    assert of_interest == [
+        "hold", "evaluation -1 ends",
+        "generate", "hold", "train", "hold", "evaluation 0 begins",
+        "generate", "evaluation 0 ends", "hold", "train", "hold", "evaluation 1 ends",
+    ]  # fmt: skip
 
 
 EVALUATED = {"step": 1, "eval/a/reward": 0.5}
