@@ -20,6 +20,7 @@ REQUIRES = [
     "orjson",
     "msgspec",
     "wandb",
+    "prometheus-client",
     "tensorboard",
     "safetensors",
     "tqdm",

@@ -243,6 +243,12 @@ def metrics() -> Iterable[MetricInfo]:
     return (metric for group in GROUPS for metric in group.metrics)
 
 
+def meaning_of(name: str) -> str:
+    """What `name`, as a run writes it, is, in words."""
+    found = find_metric(name)
+    return f"{name}: a metric of a hook" if found is None else f"{name}: {found.meaning}"
+
+
 def find_metric(name: str) -> MetricInfo | None:
     """What `name`, as a run writes it, is; None for a name that is not in the table."""
     return next((metric for metric in metrics() if metric.pattern.fullmatch(name)), None)

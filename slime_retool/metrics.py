@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import psutil
+
+from slime_retool.errors import ConfigError
+from slime_retool.types import ShownSample, Span, timed
+
+SHOWN_COLUMNS = tuple(each.name for each in fields(ShownSample))
 
 
 class Tracker(Protocol):
@@ -23,6 +30,14 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """The run is over, whichever way it ended."""
+
+
+@runtime_checkable
+class SampleTracker(Protocol):
+    """A `Tracker` that also shows a few samples."""
+
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Some samples of a rollout that is dumped. Their texts are a model's: nothing in them is markup."""
 
 
 class JsonlTracker:
@@ -56,6 +71,9 @@ class TensorBoardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        self._writer.add_text("samples", "\n\n".join(map(_as_markdown, samples)), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -86,8 +104,51 @@ class WandbTracker:
         # a resumed run logs of steps that were there.
         self._run.log({"rollout": step, **metrics}, step=step + 1)
 
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        import wandb
+
+        rows = [[getattr(sample, name) for name in SHOWN_COLUMNS] for sample in samples]
+        self._run.log({"rollout": step, "samples": wandb.Table(list(SHOWN_COLUMNS), rows)}, step=step + 1)
+
     def close(self) -> None:
         self._run.finish()
+
+
+class PrometheusTracker:
+    """The newest value of every metric, for a Prometheus that scrapes http://127.0.0.1:`port`/metrics."""
+
+    def __init__(self, port: int, meaning: Callable[[str], str]) -> None:
+        """`meaning`: of a metric, its help text. Raises ConfigError where the port cannot be had."""
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise ConfigError(
+                "--prometheus-port needs the package prometheus-client, which is not installed: "
+                "pip install prometheus-client"
+            ) from error
+        self._meaning, self._gauge = meaning, prometheus_client.Gauge
+        self._registry = prometheus_client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, "127.0.0.1", self._registry)
+        except OSError as error:
+            raise ConfigError(f"--prometheus-port {port} cannot be listened on ({error}); give another port") from error
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._set("step", "the newest rollout that any metric is of; -1: before training", step)
+        for name, value in metrics.items():
+            self._set(name, self._meaning(name), value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _set(self, name: str, meaning: str, value: float) -> None:
+        plain = "slime_retool_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+        if plain not in self._gauges:
+            self._gauges[plain] = self._gauge(plain, meaning, registry=self._registry)
+        self._gauges[plain].set(value)
 
 
 class Metrics:
@@ -118,9 +179,24 @@ class Metrics:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
+    def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Show samples of a rollout, if there are any, where a tracker can."""
+        for tracker in self._trackers:
+            if samples and isinstance(tracker, SampleTracker):
+                tracker.log_samples(step, samples)
+
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
+
+
+def _as_markdown(sample: ShownSample) -> str:
+    """What TensorBoard shows as Markdown: texts as indented blocks, in which nothing is markup."""
+    reward = "none" if sample.reward is None else f"{sample.reward:g}"
+    parts = [f"**sample {sample.index}, group {sample.group}: reward {reward}, turns {sample.turns}, {sample.status}**"]
+    for text in (sample.prompt, sample.response):
+        parts.append("\n".join(f"    {line}" for line in text.splitlines()) or "    ")
+    return "\n\n---\n\n".join(parts)
 
 
 class Phases:
@@ -132,23 +208,37 @@ class Phases:
 
     NAMES = ("generate", "log_probs", "train", "sync", "offload")
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
+    def __init__(self, show: Callable[[str], None] = lambda name: None) -> None:
+        """`show` is told the name of each phase as it begins."""
+        self._show = show
+        self._started, self._start = time.monotonic(), time.time()
         self._seconds = dict.fromkeys(self.NAMES, 0.0)
+        self._left_out = 0.0
+        self.spans: list[Span] = []
+        """Of every phase, of whatever else is timed, and at the end of the step."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        self._seconds[name] += time.monotonic() - begin
+        with self.aside(name) as span:
+            yield
+        self._seconds[name] += span["seconds"]
+
+    @contextmanager
+    def aside(self, name: str) -> Iterator[Span]:
+        """What is inside is shown and gets a span, and counts as no phase."""
+        self._show(name)
+        with timed(name, self.spans) as span:
+            yield span
 
     def leave_out(self, seconds: float) -> None:
         """What took these is no part of the step."""
-        self._started += seconds
+        self._left_out += seconds
 
     def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """All phases and the whole step; what `measured` holds of them wins."""
-        step = time.monotonic() - self._started
+        """All phases and the whole step, which ends here; what `measured` holds of them wins."""
+        whole = time.monotonic() - self._started
+        self.spans.append({"name": "step", "start": self._start, "seconds": whole, "status": "ok"})
+        step = whole - self._left_out
         phases = {f"perf/{name}_seconds": seconds for name, seconds in self._seconds.items()}
         phases |= {name: measured[name] for name in phases if name in measured}
         return phases | {"perf/idle_seconds": step - sum(phases.values()), "perf/step_seconds": step}

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 from slime_retool.errors import ConfigError
-from slime_retool.types import Message, RolloutBatch, Sample, ToolSchema
+from slime_retool.types import Message, RolloutBatch, Sample, Span, ToolSchema
 
 
 class GenerateFn(Protocol):
@@ -54,6 +54,8 @@ class Completion:
     cached_tokens: int
     versions: list[int] | None = None
     """The weight version that wrote each id, where an update came between them."""
+    spans: list[Span] = field(default_factory=list, compare=False)
+    """A "request" for each one that it took, with its `tokens`, `prompt_tokens` and `cached_tokens`."""
 
     @property
     def token_versions(self) -> list[int]:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 """Of a trainer's checkpoint: rollout id, scheduler step, and the run's own state (`extra`)."""
-RESULTS = ("metrics.jsonl", "rollouts", "eval")
+RESULTS = ("metrics.jsonl", "rollouts", "eval", "traces")
 FOLLOW = ("tensorboard", "wandb_id.txt")
 """Written at every start; worth nothing without results."""
 

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import latest_rollout
+from slime_retool.cluster.profiler import StepProfiler
 from slime_retool.cluster.saves import Saves
 from slime_retool.config import Config, parse_config, resolve, validate
 from slime_retool.config.devices import check_devices
@@ -40,7 +41,18 @@ from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import SlimeRetoolError, TrainerDied, run_command
 from slime_retool.health import HealthCheck
 from slime_retool.interrupts import Interrupts
-from slime_retool.metrics import Laps, Metrics, Phases, generation_speed, headline, host_bytes, is_evaluated
+from slime_retool.metric_table import meaning_of
+from slime_retool.metrics import (
+    Laps,
+    Metrics,
+    Phases,
+    PrometheusTracker,
+    Tracker,
+    generation_speed,
+    headline,
+    host_bytes,
+    is_evaluated,
+)
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import resume_point, saved_extra, set_aside
 
@@ -146,7 +158,9 @@ def first_rollout(config: Config) -> int:
 def trackers_of(config: Config, first: int = 0) -> Metrics:
     """metrics.jsonl, and what the flags ask for beside it; `first`: the rollout that the run begins with."""
     path = config.custom_tracker_path
-    own = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
+    own: list[Tracker] = [] if path is None else [load_function(path, "--custom-tracker-path")(config)]
+    if config.prometheus_port is not None:
+        own.append(PrometheusTracker(config.prometheus_port, meaning_of))
     saved = saved_extra(config.load, first - 1).get("trackers") if config.load is not None and first > 0 else None
     return Metrics(
         Path(config.output_dir), *own, tensorboard=config.use_tensorboard, wandb=wandb_settings(config),
@@ -180,6 +194,7 @@ class Loop:
         self._first_data: dict[str, Any] = {}
         """The position in the data that the run began with."""
         self._health = HealthCheck()
+        self._bar: tqdm[NoReturn] | None = None
 
     def run(self) -> None:
         with self._interrupts:
@@ -208,7 +223,7 @@ class Loop:
         only_at_end = config.save_interval is None and config.save_seconds is None
         if first < end and config.save is not None and only_at_end and not config.debug_rollout_only:
             logger.info("--save without --save-interval: the one checkpoint is written after the last rollout")
-        bar = tqdm(
+        self._bar = bar = tqdm(
             initial=first,
             total=end,
             desc="training" if config.debug_train_only else "rollouts",
@@ -233,21 +248,36 @@ class Loop:
 
     def _round(self, bar: tqdm[NoReturn], rollout_id: int) -> None:
         """One step, and the evaluation after it."""
-        with self._interrupts.deferred():
-            metrics = self._step(rollout_id)
-        self._show(bar, rollout_id, metrics)
-        try:
-            if self._interrupts.asked:
-                raise KeyboardInterrupt
-            if evaluates_after(self._config, rollout_id):
-                if self._config.max_staleness and rollout_id + 1 < self._num_rollout:
-                    self._rollout.begin_evaluation(rollout_id)
-                    self._evaluating = rollout_id
-                else:
-                    self._evaluate(rollout_id)
-        except KeyboardInterrupt:
-            self._save_at_once(rollout_id)
-            raise
+        config, cluster = self._config, self._cluster
+        with ExitStack() as stack:
+            profiler: StepProfiler | None = None
+            if rollout_id in config.profile_rollout:
+                profiler = StepProfiler(config, rollout_id, self._rollout, cluster.trainers, cluster.engines)
+                stack.enter_context(closing(profiler))
+            phases = Phases(self._show_phase)
+            with self._interrupts.deferred():
+                metrics = self._step(rollout_id, phases)
+            self._show(bar, rollout_id, metrics)
+            try:
+                if self._interrupts.asked:
+                    raise KeyboardInterrupt
+                if evaluates_after(config, rollout_id):
+                    if config.max_staleness and rollout_id + 1 < self._num_rollout:
+                        self._rollout.begin_evaluation(rollout_id)
+                        self._evaluating = rollout_id
+                    else:
+                        with phases.aside("evaluation"):
+                            self._evaluate(rollout_id)
+                if profiler is not None:
+                    profiler.write(phases.spans, metrics)
+            except KeyboardInterrupt:
+                self._save_at_once(rollout_id)
+                raise
+
+    def _show_phase(self, name: str) -> None:
+        """What the loop does now, before the bar."""
+        if self._bar is not None:
+            self._bar.set_description(name.replace("_", " "))
 
     def _show(self, bar: tqdm[NoReturn], rollout_id: int, metrics: dict[str, float]) -> None:
         """A few of a rollout's metrics beside the bar, or in a line of their own."""
@@ -315,23 +345,24 @@ class Loop:
             self._laps("router_and_weights")
         return first
 
-    def _step(self, rollout_id: int) -> dict[str, float]:
+    def _step(self, rollout_id: int, phases: Phases) -> dict[str, float]:
         """Generate, train, save, update the engines. Returns the step's metrics."""
         config, cluster = self._config, self._cluster
-        phases = Phases()
         with phases("generate"), cluster.engines.checked():
             batch = self._rollout.generate(rollout_id)
         if self._evaluating is not None:  # it began with these weights
             evaluated, self._evaluating = self._evaluating, None
             phases.leave_out(self._evaluate(evaluated))
         cluster.engines.check()
+        self._metrics.log_samples(rollout_id, batch.shown)
         metrics = batch.metrics | self._saves.look()
         if not config.debug_rollout_only:
             with phases("offload"):
                 if config.offloads_rollout:
                     self._interrupt()
                 cluster.begin_training()
-            metrics |= cluster.trainers.train(batch, rollout_id)
+            with phases.aside("trainers"):
+                metrics |= cluster.trainers.train(batch, rollout_id)
         # Before the checkpoint: a run that is killed while it is written repeats the step, and loses none of these.
         self._metrics.log(rollout_id, metrics)
         self._health.look_at(rollout_id, metrics)
@@ -339,7 +370,8 @@ class Loop:
         if not config.debug_rollout_only:
             if self._saves.due(rollout_id) or self._interrupts.asked:
                 # Now, while the trainer has its device: it leaves when the engines get its weights.
-                timing |= self._save(rollout_id)
+                with phases.aside("save"):
+                    timing |= self._save(rollout_id)
                 phases.leave_out(timing["perf/save_stall_seconds"])
                 if self._interrupts.asked:  # the engines need no weights any more
                     self._metrics.log(rollout_id, timing)

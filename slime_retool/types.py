@@ -33,21 +33,21 @@ ToolSchema = dict[str, Any]
 """One tool in OpenAI's function-calling form: `{"type": "function", "function": {name, description, parameters}}`."""
 
 Span = dict[str, Any]
-"""Something that took time: `name`, `start` (Unix time), `seconds`, `status` ("ok", or what went wrong)."""
+"""Something that took time: `name`, `start` (Unix time), `seconds`, `status` ("ok", or what went wrong), and more."""
 
 
 @contextmanager
-def timed(name: str, spans: list[Span]) -> Iterator[None]:
+def timed(name: str, spans: list[Span]) -> Iterator[Span]:
     """Add the span of what is inside to `spans`; an exception's name is its status."""
-    span: Span = {"name": name, "start": round(time.time(), 4), "seconds": 0.0, "status": "ok"}
+    span: Span = {"name": name, "start": round(time.time(), 6), "seconds": 0.0, "status": "ok"}
     begin = time.monotonic()
     try:
-        yield
+        yield span
     except BaseException as error:
         span["status"] = type(error).__name__
         raise
     finally:
-        span["seconds"] = round(time.monotonic() - begin, 4)
+        span["seconds"] = round(time.monotonic() - begin, 6)
         spans.append(span)
 
 
@@ -116,7 +116,7 @@ class Sample:
     error: str | None = None
     """For a FAILED sample: which boundary failed, and how."""
     spans: list[Span] = field(default_factory=list, compare=False)
-    """generate, reward, and each tool call, which also has the `turn` (from 1) that made it."""
+    """generate, reward, and within generate each request to the engine and each tool call, with its `turn` (from 1)."""
 
     @property
     def prompt_length(self) -> int:
@@ -232,9 +232,24 @@ class TrainSample:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ShownSample:
+    """One sample as a tracker's table has it; its texts are bounded."""
+
+    index: int
+    group: int
+    prompt: str
+    response: str
+    reward: float | None
+    turns: int
+    status: str
+
+
 @dataclass(slots=True)
 class RolloutBatch:
     """One rollout's training samples and the metrics that describe it."""
 
     samples: list[TrainSample]
     metrics: dict[str, float] = field(default_factory=dict)
+    shown: list[ShownSample] = field(default_factory=list, compare=False)
+    """A few samples for the tables of trackers, of a rollout that is dumped."""

@@ -479,6 +479,18 @@ def test_a_schedule_over_epochs_is_checked_once_their_length_is_known(run_args):
         with_num_rollout(config, 12)
 
 
+def test_a_profiled_rollout_is_one_of_the_runs(run_args):
+    checked(run_args | {"--num-rollout": "3", "--profile-rollout": "2"})
+    with pytest.raises(ConfigError, match="--profile-rollout 3 is none of the run's 3 rollouts, which count from 0"):
+        checked(run_args | {"--num-rollout": "3", "--profile-rollout": "3"})
+    args = {**run_args, "--num-epoch": "3", "--profile-rollout": "10"}
+    del args["--num-rollout"]
+    config = checked(args)
+    with pytest.raises(ConfigError, match="--profile-rollout 10 is none of the run's 10 rollouts"):
+        with_num_rollout(config, 13)
+    assert with_num_rollout(config, 17).num_rollout == 13
+
+
 def test_sampling_from_a_cut_distribution_is_warned_about(run_args, caplog):
     checked(run_args)
     assert not caplog.records

@@ -10,11 +10,13 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_utils import heed_interrupts, make_model, rl_values
 from sglang_utils import processes_with
 
+from benchmarks.check_trace import differences, pieces_of, problems, read_trace, sums
 from slime_retool.metrics import read_metrics
 from slime_retool.run_folder import resume_point
 
@@ -122,7 +124,7 @@ def wait_for_metrics(path: Path, process: subprocess.Popen[str], seconds: float 
 def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_path: Path):
     arguments = command(model, tmp_path / "out", save=tmp_path / "save", eval_interval=1)
     turns = ["--colocate", "--offload-train", "--offload-rollout"]  # on a CPU all that is missing is the room it makes
-    turns += ["--dump-rollouts", "--eval-prompt-data", "small", str(model / "prompts.jsonl")]
+    turns += ["--dump-rollouts", "--eval-prompt-data", "small", str(model / "prompts.jsonl"), "--profile-rollout", "1"]
     process, run = start([*arguments, *turns])
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
@@ -147,6 +149,7 @@ def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_pat
         assert all(0 < value < 64 for value in gib)
         assert row["memory/engine_kv_cache_tokens"] >= 64
         assert "perf/train_mfu" not in row  # the CPU is not a card of the table
+    assert_trace_is_right(tmp_path / "out" / "traces" / "rollout_000001.json.gz", steps[2])
     # The same flags on the batches that it trained on: no engine, and the same losses to the last bit.
     replay, run = start([*arguments, *turns, "--replay-rollouts", str(tmp_path / "out"), "--output-dir", str(tmp_path)])
     output, _ = replay.communicate(timeout=600)
@@ -158,6 +161,34 @@ def test_a_run_trains_evaluates_saves_and_leaves_no_process(model: Path, tmp_pat
         for rows in (steps[1:], read_metrics(tmp_path / "metrics.jsonl"))
     )
     assert again == first and all(row["train/grad_norm"] > 0 for row in again)
+
+
+def assert_trace_is_right(path: Path, metrics: dict[str, Any]) -> None:
+    """The trace keeps its format, its lanes add up to the step's metrics, and every kind of process is in it."""
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    trace = read_trace(path)
+    pieces = pieces_of(trace)
+    assert problems(trace) == [] and differences(pieces, metrics) == []
+    assert set(sums(pieces)) >= {"perf/eval_seconds", "perf/log_probs_seconds of ranks", "perf/train_seconds of ranks"}
+    names = {group: {each.name for each in pieces if each.group == group} for group in {each.group for each in pieces}}
+    assert names["driver"] >= {"step", "generate", "log_probs", "train", "offload", "sync", "save", "evaluation"}
+    assert names["rollout"] >= {"generate", "request", "reward"}
+    assert names["trainers"] >= {"forward", "loss", "backward", "optimizer", "weight update", "save", "offload"}
+    counters = {event["name"] for event in trace["traceEvents"] if event["ph"] == "C"}
+    assert counters == {"running requests", "waiting requests", "tokens per second", "share of the cache in use"}
+    driver = {each.name: each for each in pieces if each.group == "driver"}
+    generated, step = driver["generate"], driver["step"]
+    requests = [each for each in pieces if each.name == "request" and each.begin < step.begin + step.seconds]
+    assert requests and all(
+        generated.begin <= each.begin and each.begin + each.seconds <= generated.begin + generated.seconds
+        for each in requests
+    )
+    # Micro-batches lie within the optimizer steps of their rank, and fill no more than these.
+    (trained,) = [each for each in pieces if each.group == "trainers" and each.name == "train"]
+    work = [each for each in pieces if each.name in ("forward", "loss", "backward", "optimizer")]
+    inside = [each for each in work if trained.begin <= each.begin <= trained.begin + trained.seconds]
+    assert metrics["train/micro_batches"] == sum(each.name == "backward" for each in inside)
+    assert 0 < sum(each.seconds for each in inside) <= trained.seconds * 1.001
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import socket
+import sys
 import time
+import urllib.request
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from run_utils import make_checkpoint
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 
 from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.config.printable import wandb_settings
+from slime_retool.errors import ConfigError
 from slime_retool.metrics import JsonlTracker, Metrics, read_metrics
+from slime_retool.rollout.transcripts import shown_samples
 from slime_retool.run_folder import set_aside
 from slime_retool.train import first_rollout, trackers_of
+from slime_retool.types import Sample, ShownSample
 
 
 def log(path: Path, *rows: tuple[int, dict[str, float]]) -> None:
@@ -157,3 +170,115 @@ def test_what_an_earlier_run_left_is_moved_and_nothing_is_overwritten(tmp_path: 
     left = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert left.pop("metrics.jsonl") == ""
     assert len(left) == 8 and all(text == ("one" if "earlier_1" in name else "two") for name, text in left.items())
+
+
+HOSTILE = (
+    "</pre></code><script>alert(1)</script>",
+    "![x](http://elsewhere/x.png) [link](javascript:alert(1))",
+    "# title\n\n- item\n\n```\nfence\n```\n**bold**",
+    "\ud800 half a pair \x00 \u2028 <img src=x>",
+    "",
+)
+
+
+def shown(text: str, index: int = 0) -> ShownSample:
+    sample = Sample(prompt=[{"role": "user", "content": text}], response=text, index=index, reward={"score": 0.5})
+    return shown_samples([sample], None)[0]
+
+
+def test_a_few_samples_are_shown_with_bounded_texts():
+    samples = [Sample(prompt="p" * 9000, response=f"{index} {'r' * 9000} end", index=index) for index in range(100)]
+    table = shown_samples(samples, None)
+    assert len(table) <= 8 and [each.index for each in table] == list(range(0, 100, 13))
+    for each in table:
+        assert len(each.prompt) < 4100 and len(each.response) < 4100
+        assert each.response.startswith(f"{each.index} ") and each.response.endswith(" end") and each.reward is None
+    assert [each.index for each in shown_samples(samples[:3], None)] == [0, 1, 2] and shown_samples([], None) == []
+    said = (("user", "first"), ("assistant", "a"), ("user", "last"), ("assistant", "b"))
+    asked = [{"role": role, "content": content} for role, content in said]
+    (one,) = shown_samples([Sample(prompt=asked, reward={"points": 2})], "points")
+    assert (one.prompt, one.reward) == ("last", 2.0)
+
+
+def test_tensorboard_shows_samples_as_text_in_which_nothing_is_markup(tmp_path: Path):
+    """Its page turns Markdown into HTML by this function of its own."""
+    with closing(Metrics(tmp_path, tensorboard=True)) as metrics:
+        metrics.log_samples(3, [shown(text, index) for index, text in enumerate(HOSTILE)])
+        metrics.log_samples(4, [])
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    (event,) = accumulator.Tensors("samples/text_summary")
+    (text,) = (value.decode() for value in event.tensor_proto.string_val)
+    page = markdown_to_safe_html(text)
+    assert event.step == 3 and set(re.findall(r"<(\w+)", page)) == {"p", "strong", "hr", "pre", "code"}
+    said = html.unescape(page)
+    for text in HOSTILE:
+        for line in text.encode("utf-8", "backslashreplace").decode().replace("\x00", "").splitlines():
+            assert said.count(line) >= 2, line
+
+
+def test_wandb_gets_a_table_of_samples(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    config = Config(output_dir=str(tmp_path), use_wandb=True, wandb_mode="offline")
+    with closing(Metrics(tmp_path, wandb=wandb_settings(config))) as metrics:
+        metrics.log_samples(3, [shown(text, index) for index, text in enumerate(HOSTILE)])
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    written = json.loads(table.read_text())
+    assert written["columns"] == ["index", "group", "prompt", "response", "reward", "turns", "status"]
+    texts = [text.encode("utf-8", "backslashreplace").decode() for text in HOSTILE]
+    assert [row[:6] for row in written["data"]] == [[index, 0, text, text, 0.5, 0] for index, text in enumerate(texts)]
+
+
+def test_a_tracker_of_ones_own_is_told_of_samples_where_it_can_show_them(tmp_path: Path):
+    plain, table = MagicMock(spec=["log", "close"]), MagicMock(spec=["log", "close", "log_samples"])
+    with closing(Metrics(tmp_path, plain, table)) as metrics:
+        metrics.log_samples(3, [shown("text")])
+    table.log_samples.assert_called_once_with(3, [shown("text")])
+    assert plain.mock_calls == [call.close()]
+
+
+def scraped(port: int) -> dict[str, tuple[str, float]]:
+    """Metric -> (help text, value)."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+        text = reply.read().decode()
+    return {each.name: (each.documentation, each.samples[0].value) for each in text_string_to_metric_families(text)}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_prometheus_is_served_the_newest_value_of_every_metric_on_this_host_only(tmp_path: Path):
+    config = Config(output_dir=str(tmp_path), prometheus_port=free_port())
+    assert config.prometheus_port is not None
+    names = {"val-core/aime 24/acc/mean@8": 0.25, "hook/own": 1.0, "train/loss": float("nan")}
+    with closing(trackers_of(config)) as metrics:
+        metrics.log(-1, {"eval/aime/accuracy": 0.125})
+        metrics.log(4, names)
+        metrics.log(5, {"train/loss": 2.5})
+        found = scraped(config.prometheus_port)
+        ours = psutil.Process().net_connections()
+        places = {each.laddr.ip for each in ours if each.laddr.port == config.prometheus_port}
+    assert places == {"127.0.0.1"}
+    assert {name: value for name, (_, value) in found.items()} == {
+        "slime_retool_step": 5, "slime_retool_eval_aime_accuracy": 0.125, "slime_retool_hook_own": 1,
+        "slime_retool_train_loss": 2.5, "slime_retool_val_core_aime_24_acc_mean_8": 0.25,
+    }  # fmt: skip
+    assert found["slime_retool_train_loss"][0] == "train/loss: the whole loss"
+    assert "verl" in found["slime_retool_val_core_aime_24_acc_mean_8"][0]
+    assert found["slime_retool_hook_own"][0] == "hook/own: a metric of a hook"
+    with closing(trackers_of(config)):  # the port is free again
+        pass
+
+
+def test_a_port_that_is_taken_or_a_package_that_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = Config(output_dir=str(tmp_path), prometheus_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="--prometheus-port .* cannot be listened on .*give another port"):
+            trackers_of(config)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match="--prometheus-port needs the package prometheus-client.*pip install"):
+        trackers_of(config)

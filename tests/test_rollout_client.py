@@ -76,6 +76,19 @@ async def test_a_request_carries_ids_and_asks_for_log_probs():
     assert (completion.prompt_tokens, completion.cached_tokens) == (3, 2)
 
 
+@pytest.mark.parametrize(("finish", "status"), [("stop", "ok"), ("length", "ok"), ("abort", "interrupted")])
+async def test_a_request_is_a_span_with_its_tokens(finish: str, status: str):
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(reply(finish_reason={"type": finish}))
+
+    before = time.time()
+    async with served(answer) as client:
+        (span,) = (await client.generate([1, 2, 3], {})).spans
+    assert (span.pop("name"), span.pop("status")) == ("request", status)
+    assert before - 0.001 <= span["start"] and span.pop("start") + span.pop("seconds") <= time.time() + 0.001
+    assert span == {"tokens": 3, "prompt_tokens": 3, "cached_tokens": 2}
+
+
 async def test_server_errors_are_tried_again_and_counted():
     calls = 0
 

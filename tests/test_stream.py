@@ -27,6 +27,7 @@ from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.open_turns import Aside, OpenTurns, Record
 from slime_retool.rollout.places import Places, Use
 from slime_retool.rollout.stream import Stream
+from slime_retool.tool_use.loop import append_turn
 from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 
@@ -229,7 +230,8 @@ async def test_a_turn_over_many_updates_keeps_its_budget():
             asked.append(sampling_params["max_new_tokens"])
             count = min(3, asked[-1])
             finish = "abort" if count == 3 else "length"
-            return Completion([9] * count, [-1.0] * count, finish, len(asked), len(input_ids), 0)
+            spans = [{"name": "request", "tokens": count}]
+            return Completion([9] * count, [-1.0] * count, finish, len(asked), len(input_ids), 0, spans=spans)
 
     turns = OpenTurns(Hasty(), concurrency=1, tokenizer=CharTokenizer(), keeps_cache=False)
     completion = await turns.generate([1, 2], {"max_new_tokens": 11}, session="0")
@@ -237,6 +239,14 @@ async def test_a_turn_over_many_updates_keeps_its_budget():
     assert completion.versions == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4] and completion.weight_version == 4
     counts = turns.take_counts()
     assert (counts.interrupted, counts.continued, counts.reread_tokens) == (3, 3, 5 + 8 + 11)
+    assert [span["tokens"] for span in completion.spans] == [3, 3, 3, 2]
+    sample = Sample(prompt="", tokens=[1, 2])
+    append_turn(sample, completion, 11)
+    assert [(span["name"], span["tokens"], span["turn"]) for span in sample.spans] == [
+        ("request", count, 1) for count in (3, 3, 3, 2)
+    ]
+    record = turns.record("0")
+    assert record is not None and record.spans == []  # the next turn's are its own
     # The update comes with the last token: nothing more is asked for.
     asked.clear()
     completion = await turns.generate([1, 2], {"max_new_tokens": 3}, session="1")

@@ -334,7 +334,7 @@ def test_a_checkpoint_is_written_while_the_trainer_has_its_device_and_after_its_
             known.extend(read_metrics(tmp_path / "metrics.jsonl"))
             clock[0] += 100
 
-    for module in ("train", "metrics", "cluster.saves"):
+    for module in ("train", "metrics", "types", "cluster.saves"):
         monkeypatch.setattr(f"slime_retool.{module}.time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
     loop(tmp_path, Recorder(), num_rollout=1, save_hf=None, rollout_num_gpus=1).run()
     assert calls[-6:] == ["begin_training", "train", "save", "begin_update", "update_weights", "begin_generation"]

@@ -70,10 +70,13 @@ def make_sample(
         "reward": {"score": 1.0 if right else -1.0, "acc": right, "pred": str(said)},
         "status": "completed",
         "error": None,
-        "spans": [
+        "spans": [  # fmt: skip
             {"name": "generate", "start": start, "seconds": generated, "status": "ok"},
             {"name": "reward", "start": start + generated, "seconds": 0.3, "status": "ok"},
-            {"name": "tool", "start": start + generated * 0.4, "seconds": generated * 0.15, "status": "ok", "turn": 1},
+            {"name": "request", "start": start, "seconds": generated * 0.4, "status": "ok", "turn": 1, "tokens": 40,
+             "prompt_tokens": 30, "cached_tokens": 10},
+            {"name": "tool", "start": start + generated * 0.4, "seconds": generated * 0.15, "status": "ok", "turn": 1,
+             "waited": 0.25},
         ],
         "rollout_id": step,
         "token_texts": prompt_texts + response_texts,

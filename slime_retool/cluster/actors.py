@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import psutil
@@ -10,6 +11,7 @@ import ray
 
 from slime_retool.config import Config
 from slime_retool.engine.kernel_cache import make_kernel_cache
+from slime_retool.trace import RankSpans
 from slime_retool.trainer.rendezvous import Rendezvous
 from slime_retool.types import TrainSample
 
@@ -76,18 +78,33 @@ class TrainerActor:
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Leave the device; with --offload-train only."""
-        self._memory.offload(keep_weights=keep_weights)
+        with self._trainer.timeline.span("offload"):
+            self._memory.offload(keep_weights=keep_weights)
 
     def reload(self) -> None:
         """Take the device again."""
-        self._memory.reload()
+        with self._trainer.timeline.span("reload"):
+            self._memory.reload()
+
+    def clock(self) -> float:
+        """This host's Unix time."""
+        return time.time()
+
+    def record(self) -> None:
+        """Keep what this rank does from now on, for `take_spans`."""
+        self._trainer.timeline.record()
+
+    def take_spans(self) -> RankSpans:
+        """What it did, by this host's clock."""
+        return self._trainer.timeline.take()
 
     def trainer(self, method: str, *arguments: Any) -> Any:
         """Call a method of `trainer.core.Trainer`. Tensors are [N] on the CPU."""
         return getattr(self._trainer, method)(*arguments)
 
     def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None:
-        self._trainer.save(rollout_id, extra, background=background)
+        with self._trainer.timeline.span("save"):
+            self._trainer.save(rollout_id, extra, background=background)
 
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
@@ -98,8 +115,9 @@ class TrainerActor:
         self._sync = WeightSync(self._trainer, urls, host=self._host, version=version)
 
     def update_weights(self, engines: dict[int, str], *, asleep: bool = False) -> int:
-        self._sync.set_engines(engines)
-        return self._sync.update(asleep=asleep)
+        with self._trainer.timeline.span("weight update"):
+            self._sync.set_engines(engines)
+            return self._sync.update(asleep=asleep)
 
     def give_weights(self, engines: dict[int, str], *, asleep: bool = False) -> None:
         self._sync.set_engines(engines)

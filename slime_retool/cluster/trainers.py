@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,11 @@ from slime_retool.cluster.placement import Slot
 from slime_retool.cluster.remote import STOP_SECONDS, call, death_of, end, quietly, results
 from slime_retool.config import Config
 from slime_retool.errors import TrainerDied
+from slime_retool.trace import RankSpans
 from slime_retool.types import RolloutBatch, TrainSample
+
+CLOCK_EXCHANGES = 5
+"""With each trainer, to see how far apart the clocks are."""
 
 
 def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: bool) -> list[Any]:
@@ -176,6 +181,34 @@ class Trainers:
             return self._results(call(self._policy, "weight_checksums"))[0]
         finally:
             self._turn.release()
+
+    def record(self) -> None:
+        """Keep what every rank does from now on, for `take_spans`."""
+        with self._turn:
+            self._results(call(sum(self._groups, []), "record"))
+
+    def take_spans(self) -> list[tuple[str, RankSpans]]:
+        """(name, spans by this host's clock) of every rank since `record`."""
+        with self._turn:
+            taken = []
+            for (roles, _), actors in zip(self._config.trainer_groups, self._groups, strict=True):
+                kind = "critic" if roles == "critic" else "trainer"
+                for rank, spans in enumerate(self._results(call(actors, "take_spans"))):
+                    taken.append((f"{kind} rank {rank}", spans.moved(-self._clock_ahead(actors[rank]))))
+            return taken
+
+    def _clock_ahead(self, actor: Any) -> float:
+        """Seconds that the clock of the actor's host is ahead of this one's; 0 for less than can be measured.
+
+        An answer was made between its question and its arrival: the fastest of a few exchanges says most.
+        """
+        exchanges = []
+        for _ in range(CLOCK_EXCHANGES):
+            asked = time.time()
+            (answer,) = self._results(call([actor], "clock"))
+            exchanges.append((time.time() - asked, answer - asked))
+        trip, ahead = min(exchanges)
+        return ahead - trip / 2 if not 0 <= ahead <= trip else 0.0
 
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the trainer holds it, by Hugging Face name."""

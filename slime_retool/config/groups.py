@@ -570,8 +570,19 @@ class TrackingArgs:
         help="Write every sample (text, tokens, reward, times, and what the trainer made of it) to --output-dir, for "
         "slime-retool view.",
     )
+    dump_rollouts_compressed: bool = flag(
+        False, help="Write dumps as .jsonl.gz, a third of the size or less; the viewer and --replay-rollouts read both."
+    )
     dump_rollouts_every: int = flag(1, min=1, metavar="N", help="Dump only every Nth rollout, from the first on.")
     dump_rollouts_keep: int | None = flag(None, min=1, metavar="N", help="Delete all dumps but the newest N.")
+    profile_rollout: list[int] = flag(
+        [],
+        nargs="+",
+        min=0,
+        metavar="N",
+        help="Write a trace of these rollouts' steps to OUTPUT_DIR/traces, for ui.perfetto.dev: what driver, "
+        "conversations, engines, tools and trainers did, by one clock.",
+    )
     no_progress: bool = flag(False, help="No progress bars (only a terminal gets any): a line for each rollout.")
     use_wandb: bool = flag(False, help="Log to Weights & Biases.")
     wandb_project: str | None = flag(None, help="W&B project.")
@@ -580,6 +591,13 @@ class TrackingArgs:
     wandb_key: str | None = flag(None, secret=True, help="W&B key (else WANDB_API_KEY or an earlier `wandb login`).")
     wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"), help="W&B mode.")
     use_tensorboard: bool = flag(False, help="Write TensorBoard event files to --output-dir.")
+    prometheus_port: int | None = flag(
+        None,
+        min=1,
+        max=65535,
+        help="Serve the newest value of every metric to Prometheus at http://127.0.0.1:PORT/metrics, as "
+        "slime_retool_train_loss and so on.",
+    )
     custom_tracker_path: str | None = hook("Hook tracker(args) -> a tracker of your own (docs/extending.md).")
 
 

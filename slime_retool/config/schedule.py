@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron_bridge.arithmetic import GIB
 from slime_retool.config.config import Config
+from slime_retool.config.require import require
 from slime_retool.errors import ConfigError
 from slime_retool.run_folder import free_bytes
 
@@ -25,7 +26,17 @@ def with_num_rollout(config: Config, num_rows: int) -> Config:
     assert config.rollout_batch_size is not None
     config = replace(config, num_rollout=math.ceil(config.num_epoch * num_rows / config.rollout_batch_size))
     check_schedule(config)
+    check_profiled(config)
     return config
+
+
+def check_profiled(config: Config) -> None:
+    """Raise ConfigError for a rollout of --profile-rollout that never comes, once the number of rollouts is known."""
+    for rollout_id in config.profile_rollout:
+        require(
+            config.num_rollout is None or rollout_id < config.num_rollout,
+            f"--profile-rollout {rollout_id} is none of the run's {config.num_rollout} rollouts, which count from 0",
+        )
 
 
 def schedule_steps(config: Config, flag_of: Callable[[str], str] = str) -> tuple[int, int | None]:

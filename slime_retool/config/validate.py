@@ -30,7 +30,7 @@ from slime_retool.config.require import (
     require_writable,
 )
 from slime_retool.config.resolve import read_checkpoint
-from slime_retool.config.schedule import check_schedule
+from slime_retool.config.schedule import check_profiled, check_schedule
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import free_bytes, nearest_existing
@@ -53,6 +53,7 @@ def validate(config: Config) -> None:
         (config.num_rollout is None) != (config.num_epoch is None),
         f"give one of --num-rollout and --num-epoch, got {config.num_rollout} and {config.num_epoch}",
     )
+    check_profiled(config)
     check_batches(config)
     require_writable(config.output_dir, "--output-dir")
     check_algorithm(config)

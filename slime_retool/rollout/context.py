@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from slime_retool.chat import ChatTemplate
 from slime_retool.config import Config
 from slime_retool.protocols import ChatEngine, GenerationEngine
+from slime_retool.rollout.attempts import Attempts
 from slime_retool.rollout.sft_tokens import ConversationTokenizer
 
 R = TypeVar("R")
@@ -33,6 +34,8 @@ class RolloutContext:
     """None in training-only runs (SFT)."""
     chat: ChatEngine | None = None
     """Takes the engine's place when a model behind a chat API is evaluated."""
+    attempts: Attempts = field(default_factory=Attempts)
+    """At the samples of all rollouts and evaluations."""
     _resources: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
@@ -69,6 +72,12 @@ _current: ContextVar[RolloutContext] = ContextVar("rollout_context")
 def current_context() -> RolloutContext:
     """The context of the rollout this task belongs to; LookupError outside of one."""
     return _current.get()
+
+
+def current_attempts() -> Attempts:
+    """Those of the current context; outside of one, some that nobody reads."""
+    context = _current.get(None)
+    return Attempts() if context is None else context.attempts
 
 
 @asynccontextmanager

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 from slime_retool.engine.upkeep import EngineService
 from slime_retool.errors import EngineError
 from slime_retool.protocols import Completion
 from slime_retool.rollout.json_client import JsonClient
+from slime_retool.types import Span, timed
 
 UNNAMED_VERSION = "default"
 """What a server that others started reports before the first weight update; 0 here."""
@@ -79,7 +81,16 @@ class RouterClient(JsonClient):
         if cache_key is not None:
             body["extra_key"] = cache_key
         headers = {} if session is None else {ROUTING_HEADER: session}
-        completion = parse_completion(await self.post("/generate", body, headers))
+        spans: list[Span] = []
+        with timed("request", spans) as span:
+            reply = await self.post("/generate", body, headers)
+        completion = replace(parse_completion(reply), spans=spans)
+        span |= {
+            "status": "interrupted" if completion.finish_reason == "abort" else "ok",
+            "tokens": len(completion.ids),
+            "prompt_tokens": completion.prompt_tokens,
+            "cached_tokens": completion.cached_tokens,
+        }
         self._stats.prompt_tokens += completion.prompt_tokens
         self._stats.cached_tokens += completion.cached_tokens
         self._stats.completion_tokens += len(completion.ids)

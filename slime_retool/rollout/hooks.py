@@ -19,6 +19,7 @@ from slime_retool.engine.process import ServerError
 from slime_retool.errors import ConfigError, RolloutError, UserError
 from slime_retool.protocols import GenerateFn, load_function, load_module
 from slime_retool.reward.runner import RewardRunner
+from slime_retool.rollout.context import current_attempts
 from slime_retool.rollout.failure_log import FailureLog
 from slime_retool.types import Sample, SampleStatus, Span, timed
 
@@ -107,11 +108,13 @@ async def run_sample(
     """
     where = hooks.generate_path
     spans: list[Span] = []
+    attempts = current_attempts()
+    attempt = attempts.begin(sample)
     try:
         with timed("generate", spans):
             generated = await hooks.generate(config, sample, dict(sampling_params))
         _check_generated(generated, sample.index, hooks.generate_path, with_ids)
-        sample = generated
+        sample = attempt.sample = generated
         if sample.status in USABLE:
             where = hooks.reward_path
             with hooks.reward_time, timed("reward", spans):
@@ -126,7 +129,9 @@ async def run_sample(
     except Exception:
         logger.error("%s raised at sample %d; this ends the rollout", where, sample.index)
         raise
-    sample.spans = [*spans, *sample.spans]
+    finally:
+        sample.spans = [*spans, *sample.spans]
+        attempts.end(attempt)
     return sample
 
 

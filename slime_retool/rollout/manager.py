@@ -33,7 +33,7 @@ from slime_retool.rollout.replay import dump_batch
 from slime_retool.rollout.sft_tokens import conversation_check
 from slime_retool.rollout.stream import Stream, rows_of
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
-from slime_retool.types import RolloutBatch, TrainSample
+from slime_retool.types import RolloutBatch, Sample, Span, TrainSample
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -189,6 +189,14 @@ class RolloutManager:
             self.data.return_rows(rows_of(state["stream"]))
         self._position = self.data.state_dict()
 
+    def record(self) -> None:
+        """Keep what conversations do from now on, for `take_spans`."""
+        self._loop.call_soon_threadsafe(self._context.attempts.record)
+
+    def take_spans(self) -> list[list[Span]]:
+        """Spans of each conversation since `record`, see `rollout.attempts`."""
+        return self._call(self._take_spans())
+
     def close(self) -> None:
         """End all that is running, resources of hooks included; safe to call twice."""
         if self._closed:
@@ -263,6 +271,13 @@ class RolloutManager:
     async def _state_of_stream(self, stream: Stream) -> dict[str, Any]:
         return self.data.state_dict() | {"stream": stream.state_dict()}
 
+    async def _take_spans(self) -> list[list[Span]]:
+        return self._context.attempts.take(self._unfinished_turn)
+
+    def _unfinished_turn(self, sample: Sample) -> list[Span]:
+        record = None if self._turns is None else self._turns.record(str(sample.index))
+        return [] if record is None else [{**span, "turn": len(record.turns)} for span in record.spans]
+
     async def _generate(self, rollout_id: int) -> tuple[RolloutBatch, dict[str, Any]]:
         if self._turns is None:
             if self._client is not None:
@@ -284,7 +299,8 @@ class RolloutManager:
                 read = stats.prompt_tokens - stats.cached_tokens + stats.completion_tokens
                 batch.metrics["rollout/reread_ratio"] = batch.metrics["rollout/reread_tokens"] / max(read, 1)
         if self.config.dumps(rollout_id):
-            await asyncio.to_thread(dump_batch, self.config.output_dir, rollout_id, batch)
+            compressed = self.config.dump_rollouts_compressed
+            await asyncio.to_thread(dump_batch, self.config.output_dir, rollout_id, batch, compressed=compressed)
         return batch, self.data.state_dict()
 
     async def _work(self, start: Callable[[], Awaitable[T]], context: RolloutContext | None = None) -> T:

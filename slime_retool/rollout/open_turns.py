@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from slime_retool.protocols import Completion
 from slime_retool.rollout.places import Places
-from slime_retool.types import NO_VERSION
+from slime_retool.types import NO_VERSION, Span
 
 MOST_URGENT = -1
 """Priority of what a whole run waits for: evaluation."""
@@ -64,6 +64,8 @@ class Record:
     replayed: int = 0
     """Turns that the hook has been given; further ones are from a checkpoint."""
     interruptions: int = 0
+    spans: list[Span] = field(default_factory=list)
+    """Of the turn that is being written, until its hook is answered."""
 
     @property
     def oldest(self) -> int | None:
@@ -94,6 +96,7 @@ class Record:
         self.tokens += completion.ids
         self.log_probs += completion.log_probs
         self.versions += completion.token_versions
+        self.spans += completion.spans
         if keep is not None:
             for values in (self.tokens, self.log_probs, self.versions):
                 del values[turn.start + keep :]
@@ -101,6 +104,7 @@ class Record:
 
     def completion(self, turn: Turn, prompt_tokens: int, cached_tokens: int) -> Completion:
         """The whole turn, as the hook is answered."""
+        spans, self.spans = self.spans, []
         versions = self.versions[turn.start : turn.end]
         return Completion(
             ids=self.tokens[turn.start : turn.end],
@@ -110,6 +114,7 @@ class Record:
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             versions=versions,
+            spans=spans,
         )
 
     def state_dict(self) -> dict[str, Any]:

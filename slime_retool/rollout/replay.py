@@ -2,6 +2,8 @@
 
     OUTPUT_DIR/rollouts/trained_on_000003.jsonl   first line: rollout_id and metrics; then one `TrainSample` per line
 
+With --dump-rollouts-compressed it is .jsonl.gz.
+
 Numbers are written so that they are read back to the last bit, and so are the losses on the same device with the same
 flags and first weights.
 """
@@ -10,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from array import array
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from slime_retool.dumps import DAMAGED, dump_path, dumps_in, find_dump, number_of, open_dump, written_whole
 from slime_retool.errors import DataError
 from slime_retool.protocols import DataSource
 from slime_retool.rollout.context import RolloutContext
@@ -25,19 +27,16 @@ from slime_retool.types import RolloutBatch, TrainSample
 def batch_path(folder: str, rollout_id: int) -> Path:
     """Where the batch of a rollout lies in a run's --output-dir, or in the folder `rollouts` of one."""
     inside = Path(folder) / "rollouts"
-    return (inside if inside.is_dir() else Path(folder)) / f"trained_on_{rollout_id:06d}.jsonl"
+    return find_dump(dump_path(inside if inside.is_dir() else Path(folder), "trained_on", rollout_id))
 
 
-def dump_batch(output_dir: str, rollout_id: int, batch: RolloutBatch) -> None:
+def dump_batch(output_dir: str, rollout_id: int, batch: RolloutBatch, *, compressed: bool = False) -> None:
     """Write what the trainer is given. The file appears whole or not at all."""
-    folder = Path(output_dir) / "rollouts"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = batch_path(output_dir, rollout_id)
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="ascii") as file:
+    with written_whole(
+        dump_path(Path(output_dir) / "rollouts", "trained_on", rollout_id, compressed=compressed)
+    ) as file:
         file.write(json.dumps({"rollout_id": rollout_id, "metrics": batch.metrics}) + "\n")
         file.writelines(json.dumps(_row(sample)) + "\n" for sample in batch.samples)
-    os.replace(part, path)
 
 
 async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
@@ -50,17 +49,17 @@ def read_batch(folder: str, rollout_id: int) -> RolloutBatch:
     """What `dump_batch` wrote. Raises DataError where it is not there, or damaged."""
     path = batch_path(folder, rollout_id)
     try:
-        with path.open(encoding="ascii") as file:
+        with open_dump(path) as file:
             metrics = json.loads(next(file))["metrics"]
             samples = [TrainSample(**json.loads(line)) for line in file]
     except FileNotFoundError:
-        found = sorted(int(other.stem[-6:]) for other in path.parent.glob("trained_on_*.jsonl"))
+        found = sorted(int(number_of(other)) for other in dumps_in(path.parent, "trained_on_*"))
         there = f"has rollouts {found[0]} to {found[-1]}" if found else "has none"
         raise DataError(
             f"--replay-rollouts: no file {path}; the folder {there}: give the --output-dir of a run with "
             "--dump-rollouts, and a --num-rollout that it reached"
         ) from None
-    except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
+    except (OSError, *DAMAGED, ValueError, LookupError, TypeError, StopIteration) as error:
         raise DataError(f"--replay-rollouts: {path} cannot be read ({error}); copy it again") from error
     return RolloutBatch(samples, metrics)
 

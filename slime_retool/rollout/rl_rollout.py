@@ -22,6 +22,7 @@ from statistics import fmean
 
 from tqdm import tqdm
 
+from slime_retool.dumps import dump_path
 from slime_retool.protocols import DataSource, load_function
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.hooks import Hooks, cancel, run_all, run_sample
@@ -29,8 +30,8 @@ from slime_retool.rollout.overlong import mask_overlong, shaped_reward
 from slime_retool.rollout.sample_metrics import sample_metrics, source_metrics
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.rollout.tally import Group, Tally, usable
-from slime_retool.rollout.transcripts import dump_samples, prune_dumps
-from slime_retool.types import RolloutBatch, TrainSample
+from slime_retool.rollout.transcripts import dump_samples, prune_dumps, shown_samples
+from slime_retool.types import RolloutBatch, ShownSample, TrainSample
 
 
 async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
@@ -90,15 +91,18 @@ async def make_batch(
             "tokens_per_second": model_tokens / max(seconds, 1e-9),
         }
     )
+    shown: list[ShownSample] = []
     if config.dumps(rollout_id):
-        path = Path(config.output_dir) / "rollouts" / f"rollout_{rollout_id:06d}.jsonl"
+        shown = shown_samples(samples, config.reward_key)
+        folder = Path(config.output_dir) / "rollouts"
+        path = dump_path(folder, "rollout", rollout_id, compressed=config.dump_rollouts_compressed)
         texts = context.template.codec.token_texts
         # Made one by one, as they are written.
         rows = ((sample, {"rollout_id": rollout_id, "token_texts": texts(sample.tokens)}) for sample in samples)
         await asyncio.to_thread(dump_samples, path, rows)
         if config.dump_rollouts_keep is not None:
-            prune_dumps(path.parent, config.dump_rollouts_keep)
-    return RolloutBatch(trained, {f"rollout/{name}": value for name, value in metrics.items()})
+            prune_dumps(folder, config.dump_rollouts_keep)
+    return RolloutBatch(trained, {f"rollout/{name}": value for name, value in metrics.items()}, shown)
 
 
 class _Sampling:

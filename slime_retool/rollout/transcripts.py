@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from slime_retool.dumps import ENCODING, dumps_in, number_of, written_whole
 from slime_retool.errors import ConfigError
 from slime_retool.rollout.hooks import USABLE
-from slime_retool.types import Sample, SampleStatus
+from slime_retool.types import Sample, SampleStatus, ShownSample
 
-ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
-"""Half of a surrogate pair, which UTF-8 cannot hold, becomes the very escape that JSON has for it."""
+SHOWN = 8
+"""Samples of a dumped rollout that trackers show."""
+SHOWN_CHARACTERS = 4000
 _FIELDS = {field.name for field in fields(Sample)}
 
 
@@ -23,19 +25,49 @@ def dump_samples(path: Path, rows: Iterable[tuple[Sample, dict[str, Any]]]) -> N
 
     The file appears whole or not at all. What JSON cannot hold (from metadata, say) is written as its `repr`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with part.open("w", **ENCODING) as file:
+    with written_whole(path) as file:
         file.writelines(_line(sample, further) for sample, further in rows)
-    os.replace(part, path)
 
 
 def prune_dumps(folder: Path, keep: int) -> None:
     """Delete what was dumped of all but the newest `keep` rollouts."""
-    kept = {path.stem.rpartition("_")[2] for path in sorted(folder.glob("rollout_*.jsonl"))[-keep:]}
-    for path in folder.glob("*.jsonl"):
-        if path.stem.rpartition("_")[2] not in kept:
+    kept = {number_of(path) for path in dumps_in(folder, "rollout_*")[-keep:]}
+    for path in dumps_in(folder):
+        if number_of(path) not in kept:
             path.unlink()
+
+
+def shown_samples(samples: Sequence[Sample], reward_key: str | None) -> list[ShownSample]:
+    """`SHOWN` samples, evenly from all, for trackers."""
+    chosen = samples[:: max(1, math.ceil(len(samples) / SHOWN))]
+    return [
+        ShownSample(
+            index=sample.index,
+            group=sample.group_index,
+            prompt=_bounded(_last_asked(sample)),
+            response=_bounded(sample.response),
+            reward=None if sample.reward is None else sample.reward_value(reward_key),
+            turns=sample.num_turns,
+            status=sample.status.value,
+        )
+        for sample in chosen
+    ]
+
+
+def _last_asked(sample: Sample) -> str:
+    """A prompt that is text, or what its last message of a user says."""
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    said = (message.get("content") for message in reversed(sample.prompt) if message.get("role") == "user")
+    return next((text for text in said if isinstance(text, str)), "")
+
+
+def _bounded(text: str) -> str:
+    """At most `SHOWN_CHARACTERS` of it, the end included, where the answer is; nothing that UTF-8 cannot hold."""
+    if len(text) > SHOWN_CHARACTERS:
+        half = SHOWN_CHARACTERS // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    return text.encode(**ENCODING).decode()
 
 
 def sample_of(row: dict[str, Any]) -> Sample:

@@ -35,6 +35,8 @@ class ToolResult:
     """The call itself went wrong (an exception, a time limit); counted, and shown all the same."""
     seconds: float = field(default=0.0, compare=False)
     """How long the registry took to get it, retries included."""
+    waited: float = field(default=0.0, compare=False)
+    """Seconds of these for which the call waited for its turn, where the tool knows."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from slime_retool.tool_use.loop import LoopBudgets, answer_calls
 from slime_retool.tool_use.observation import shorten
 from slime_retool.tool_use.parser import to_call
 from slime_retool.tool_use.registry import ToolRegistry
-from slime_retool.types import Message, Sample, SampleStatus, ToolSchema
+from slime_retool.types import Message, Sample, SampleStatus, ToolSchema, timed
 
 CHARACTERS_PER_TOKEN = 4
 """How observations are measured, since the endpoint's tokenizer is not known."""
@@ -40,11 +40,12 @@ async def run_chat_loop(
     start, used = len(messages), 0
     async with registry.conversation() as own_tools:
         while sample.status is SampleStatus.PENDING:
-            reply = await engine.chat(
-                messages, {**sampling_params, "max_new_tokens": budgets.max_response_tokens - used}, tools
-            )
+            limit = budgets.max_response_tokens - used
+            with timed("request", sample.spans) as span:
+                reply = await engine.chat(messages, {**sampling_params, "max_new_tokens": limit}, tools)
             used += reply.completion_tokens
             sample.num_turns += 1
+            span |= {"turn": sample.num_turns, "tokens": reply.completion_tokens}
             called = {"tool_calls": reply.tool_calls} if reply.tool_calls else {}
             messages.append({"role": "assistant", "content": reply.content, **reply.reasoning, **called})
             if reply.finish_reason == "length":

@@ -23,7 +23,7 @@ from slime_retool.protocols import Completion, GenerationEngine
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult, Turn
 from slime_retool.tool_use.format import ToolFormat
 from slime_retool.tool_use.registry import ToolRegistry
-from slime_retool.types import Sample, SampleStatus
+from slime_retool.types import Sample, SampleStatus, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +93,16 @@ async def answer_calls(
     texts = []
     for call in calls:
         if isinstance(call, ToolCallError):
-            status, seconds = "malformed", 0.0
+            further: Span = {"seconds": 0.0, "status": "malformed"}
             texts.append(fit(call.message))
         else:
             result = next(results, not_run)
             status = "not run" if result is not_run else "error" if result.is_error else "ok"
-            seconds = result.seconds
+            further = {"seconds": round(result.seconds, 6), "status": status, "tool": call.name}
+            further["waited"] = round(result.waited, 6)
             sample.num_tool_errors += result.is_error
             texts.append(fit(result.text))
-        span = {"name": "tool", "start": round(start, 4), "seconds": round(seconds, 4), "status": status}
-        sample.spans.append({**span, "turn": sample.num_turns})
+        sample.spans.append({"name": "tool", "start": round(start, 6), **further, "turn": sample.num_turns})
     return texts
 
 
@@ -172,6 +172,7 @@ def append_turn(sample: Sample, completion: Completion, limit: int) -> None:
     sample.append(completion.ids, log_probs=completion.log_probs, versions=completion.token_versions)
     sample.weight_versions.append(completion.weight_version)
     sample.num_turns += 1
+    sample.spans += [{**span, "turn": sample.num_turns} for span in completion.spans]
 
 
 async def _answer(

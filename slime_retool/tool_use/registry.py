@@ -130,4 +130,4 @@ def _to_result(value: ToolResult | str | None, name: str) -> ToolResult:
         value = ToolResult(value)
     if not isinstance(value, ToolResult) or not isinstance(value.text, str):
         raise TypeError(f"it must return text or a ToolResult, got {type(value).__name__}")
-    return value if value.text.strip() else ToolResult(NO_OUTPUT, value.is_error)
+    return value if value.text.strip() else replace(value, text=NO_OUTPUT)

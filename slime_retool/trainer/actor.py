@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -17,13 +20,14 @@ from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.packing import PackedBatch
 from slime_retool.trainer.role import LossOutput, ModelRole
+from slime_retool.trainer.timeline import Timeline
 
 
 class Actor(ModelRole):
     """The model that generates and is trained; outputs are hidden states [1, T, H]."""
 
-    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(config, TotalLoss(config.loss_terms), device=device, dtype=dtype)
+    def __init__(self, config: Config, timeline: Timeline, *, dtype: torch.dtype) -> None:
+        super().__init__(config, TotalLoss(config.loss_terms), timeline, dtype=dtype)
         self.reference: dict[str, Tensor] | None = None
         """Weights of the reference model in host memory; None with LoRA, whose frozen weights are that model."""
 
@@ -55,19 +59,27 @@ class Actor(ModelRole):
 
         [N] fp32, on the CPU of every rank.
         """
-        return self.forward_only(batch, lambda packed, output: self._log_probs_of(packed, output)[0])
+        with self.timeline.span("pass"):
+            return self.forward_only(batch, lambda packed, output: self._log_probs_of(packed, output)[0])
 
     def reference_log_probs(self, batch: TrainBatch) -> Tensor:
         """`log_probs` under the frozen reference model, whose weights take the model's place for this long."""
+        with self.timeline.span("reference"), self._as_reference():
+            return self.log_probs(batch)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """The module is the reference model inside."""
         if self.config.lora is not None:
             with adapters_off(self.module):
-                return self.log_probs(batch)
+                yield
+            return
         if self.reference is None:
             raise ConfigError("log-probs of the reference model need its weights: give --ref-load")
         own = checkpoint.copy_weights(self.module, pinned=self.config.on_cuda)
         checkpoint.set_weights(self.module, self.reference)
         try:
-            return self.log_probs(batch)
+            yield
         finally:
             checkpoint.set_weights(self.module, own)
 

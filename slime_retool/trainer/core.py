@@ -21,7 +21,6 @@ PPO's critic lives in the same processes (`roles` "all"), or in a group of its o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +44,7 @@ from slime_retool.trainer.dump import dump_trained
 from slime_retool.trainer.prepare import Prepared, mismatch_of_first_step, prepare, weigh
 from slime_retool.trainer.report import memory_metrics, speed_metrics
 from slime_retool.trainer.role import ModelRole, StepResult
+from slime_retool.trainer.timeline import Timeline
 from slime_retool.types import RolloutBatch, TrainSample
 
 ROLES = ("all", "actor", "critic")
@@ -88,9 +88,10 @@ class Trainer:
         if config.in_bf16 and not config.on_cuda:
             raise ConfigError("--precision bf16 needs a GPU: the CPU trains in fp32; use --precision auto")
         dtype = torch.bfloat16 if config.in_bf16 else torch.float32
-        self._actor = Actor(config, device=self.device, dtype=dtype) if roles != "critic" else None
+        self.timeline = Timeline(self.device)
+        self._actor = Actor(config, self.timeline, dtype=dtype) if roles != "critic" else None
         wants_critic = roles == "critic" or (roles == "all" and config.uses_critic)
-        self._critic = Critic(config, device=self.device, dtype=dtype) if wants_critic else None
+        self._critic = Critic(config, self.timeline, dtype=dtype) if wants_critic else None
         self.writer = CheckpointWriter(pinned=config.on_cuda, timeout=WRITE_TIMEOUT)
         self._prepared: Prepared | None = None
         self._prepare_seconds = 0.0
@@ -136,15 +137,16 @@ class Trainer:
 
     def values(self, batch: RolloutBatch) -> Tensor:
         """The critic's value of every token [N], on every rank."""
-        return self.critic.values(TrainBatch.from_samples(batch.samples))
+        with self.timeline.span("values"):
+            return self.critic.values(TrainBatch.from_samples(batch.samples))
 
     def prepare(self, batch: RolloutBatch, rollout_id: int, values: Tensor | None = None) -> Tensor | None:
         """Compute log-probs and advantages; with `values`, returns the critic's targets [N]. `optimize` comes next."""
         if not batch.samples:
             raise ValueError(f"rollout {rollout_id} has no samples to train on; look at its filters and failures")
-        start = time.perf_counter()
-        self._prepared = prepare(self.actor, TrainBatch.from_samples(batch.samples), values)
-        self._prepare_seconds = time.perf_counter() - start
+        with self.timeline.span("log_probs") as span:
+            self._prepared = prepare(self.actor, TrainBatch.from_samples(batch.samples), values)
+        self._prepare_seconds = span["seconds"]
         return self._prepared.returns
 
     def optimize(self, rollout_id: int) -> dict[str, float]:
@@ -159,21 +161,24 @@ class Trainer:
         seconds = [self._prepare_seconds, 0.0]
         log_probs = prepared.data.columns["old_log_probs"] if config.recomputes_log_probs else None
         if rollout_id >= config.policy_starts_at:
-            start = time.perf_counter()
             compares = (
                 not config.loss.supervised
                 and batch.rollout_log_probs is not None
                 and "train/logprob_abs_diff" not in metrics
             )
-            results = _steps(self.actor, prepared, first_per_token=compares)
-            seconds[1] = time.perf_counter() - start
+            with self.timeline.span("train") as span:
+                results = _steps(self.actor, prepared, first_per_token=compares)
+            seconds[1] = span["seconds"]
             if compares:
                 assert results[0].per_token is not None
                 metrics |= mismatch_of_first_step(prepared, results[0].per_token)
                 log_probs = results[0].per_token if len(results) == 1 else None
             metrics |= _averages("train", results)
         if self.rank == 0 and config.dumps(rollout_id) and not config.loss.supervised:
-            dump_trained(config.output_dir, rollout_id, batch, log_probs, prepared.data.columns["advantages"])
+            dump_trained(
+                config.output_dir, rollout_id, batch, log_probs, prepared.data.columns["advantages"],
+                compressed=config.dump_rollouts_compressed,
+            )  # fmt: skip
         total = torch.tensor(seconds, dtype=torch.float32, device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)
         metrics["perf/log_probs_seconds"], metrics["perf/train_seconds"] = total.tolist()
@@ -186,10 +191,9 @@ class Trainer:
         prepared = weigh(self.config, TrainBatch.from_samples(batch.samples))
         segments = prepared.batch.segments
         prepared.data.columns |= {"old_values": values, "returns": returns}
-        start = time.perf_counter()
-        results = _steps(self.critic, prepared)
-        metrics = _averages("critic", results)
-        metrics["perf/critic_seconds"] = time.perf_counter() - start
+        with self.timeline.span("train critic") as span:
+            results = _steps(self.critic, prepared)
+        metrics = _averages("critic", results) | {"perf/critic_seconds": span["seconds"]}
         metrics["critic/explained_variance"] = explained_variance(segments, values, returns)
         if segments.num_learned:
             metrics["critic/value_mean"] = float(segments.select(values).mean())

@@ -22,6 +22,7 @@ from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.packing import PackedBatch
 from slime_retool.trainer.role import LossOutput, ModelRole
+from slime_retool.trainer.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 HEAD = "output_layer.weight"
@@ -56,12 +57,12 @@ class ValueHead(torch.nn.Module):
 class Critic(ModelRole):
     """The value model; outputs are values [1, T, 1] in fp32."""
 
-    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, timeline: Timeline, *, dtype: torch.dtype) -> None:
         """`config` is the run's, not that of its role."""
         self._run_config = config
         # The value head takes the output layer's place, so that there is none to tie to the embedding.
         own = replace(config.of_critic(), untie_embeddings_and_output_weights=True)
-        super().__init__(own, TotalLoss([(VALUE_LOSS, 1.0)]), device=device, dtype=dtype)
+        super().__init__(own, TotalLoss([(VALUE_LOSS, 1.0)]), timeline, dtype=dtype)
 
     def _build_module(self) -> Any:
         module = super()._build_module()

@@ -7,24 +7,30 @@ from pathlib import Path
 
 from torch import Tensor
 
+from slime_retool.dumps import dump_path, written_whole
 from slime_retool.trainer.batch import TrainBatch
 
 
 def dump_trained(
-    output_dir: str, rollout_id: int, batch: TrainBatch, log_probs: Tensor | None, advantages: Tensor
+    output_dir: str,
+    rollout_id: int,
+    batch: TrainBatch,
+    log_probs: Tensor | None,
+    advantages: Tensor,
+    *,
+    compressed: bool = False,
 ) -> None:
-    """Write `output_dir`/rollouts/trained_<rollout>.jsonl: a line for each sample that was trained on.
+    """Write `output_dir`/rollouts/trained_<rollout>.jsonl, or .jsonl.gz: a line for each sample that was trained on.
 
     `log_probs` [N] are those under the weights before the update, None where the run has them of some samples only
     (--use-rollout-logprobs with several optimizer steps); `advantages` [N] are as the loss reads them, importance
     weights included. A line holds `index` (`Sample.index`) and the values from the first learned token to the end.
     """
-    path = Path(output_dir) / "rollouts" / f"trained_{rollout_id:06d}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = dump_path(Path(output_dir) / "rollouts", "trained", rollout_id, compressed=compressed)
     lengths = batch.lengths.tolist()
     columns = {"advantages": advantages} | ({"log_probs": log_probs} if log_probs is not None else {})
     parts = {name: column.float().cpu().split(lengths) for name, column in columns.items()}
-    with path.open("w", encoding="ascii") as file:
+    with written_whole(path) as file:
         for place, (index, mask) in enumerate(zip(batch.indices, batch.mask.split(lengths), strict=True)):
             learned = mask.nonzero()
             first = int(learned[0]) if len(learned) else len(mask)

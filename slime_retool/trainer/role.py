@@ -29,6 +29,7 @@ from slime_retool.trainer.checkpoint_writer import Staged, stage
 from slime_retool.trainer.host_copies import HostCopies
 from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, optimizer_step
 from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packed_tokens, packing_multiple, unpack
+from slime_retool.trainer.timeline import Timeline
 
 _REPORT_WIDTH = 8
 
@@ -62,12 +63,13 @@ class ModelRole(ABC):
     Megatron's groups must exist. `config` is the run's as this role sees it (its own learning rate, folders, ...).
     """
 
-    def __init__(self, config: Config, total_loss: TotalLoss, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, total_loss: TotalLoss, timeline: Timeline, *, dtype: torch.dtype) -> None:
         """Build everything, with random weights. Raises ConfigError for sizes that cannot be built."""
         from megatron.core import parallel_state as mpu
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.config, self.total_loss, self.device, self.dtype = config, total_loss, device, dtype
+        self.config, self.total_loss, self.timeline, self.dtype = config, total_loss, timeline, dtype
+        self.device = device = timeline.device
         self.tp_group = mpu.get_tensor_model_parallel_group()
         self.tp_rank, self.tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -224,7 +226,8 @@ class ModelRole(ABC):
         lr = float(self.optimizer.param_groups[0]["lr"])  # of this step, in all groups
         self._run(batch, micro_batches, data, on_output)
         metrics = self._sum_of_all_ranks(reports)
-        norm, updated = optimizer_step(self.optimizer, self.scheduler, self.config.clip_grad)
+        with self.timeline.work("optimizer"):
+            norm, updated = optimizer_step(self.optimizer, self.scheduler, self.config.clip_grad)
         self._has_stepped |= updated
         # With --loss-constant-length the weights do not add up to 1.
         tokens = slice(*(int(batch.lengths[:end].sum()) for end in (samples.start, samples.stop)))
@@ -275,6 +278,7 @@ class ModelRole(ABC):
         forward_only: bool = False,
     ) -> None:
         """Forward (and backward) all micro-batches; a last stage calls `on_output(packed, output)` for each."""
+        timeline = self.timeline
         multiple = packing_multiple(
             tp=self.tp_size, cp=self.cp_size, sequence_parallel=self.model_config.sequence_parallel
         )
@@ -282,15 +286,27 @@ class ModelRole(ABC):
 
         def forward(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             packed = next(batches)
-            output = model(
-                packed.tokens,
-                packed.position_ids,
-                attention_mask=None,
-                packed_seq_params=packed_seq_params(
-                    packed.lengths, self.device, **cp, positions=packed.position_ids[0]
-                ),
-            )
-            return output, lambda tensor, **kwargs: on_output(packed, tensor, **kwargs)
+            size = {"tokens": packed.tokens.numel()}
+            backward = None if forward_only else timeline.backward(**size)
+
+            def on_last_stage(tensor: Tensor, **kwargs: Any) -> Any:
+                with timeline.work("outputs" if forward_only else "loss", **size):
+                    result = on_output(packed, tensor, **kwargs)
+                if not forward_only:
+                    timeline.watch_backward(result[0], backward)
+                return result
+
+            with timeline.work("forward", **size):
+                output = model(
+                    packed.tokens,
+                    packed.position_ids,
+                    attention_mask=None,
+                    packed_seq_params=packed_seq_params(
+                        packed.lengths, self.device, **cp, positions=packed.position_ids[0]
+                    ),
+                )
+            timeline.watch_backward(output, backward)
+            return output, on_last_stage
 
         communication: dict[str, Any] = {}
         if self.config.pipeline_model_parallel_size > 1:

@@ -264,9 +264,12 @@ def test_the_timeline_has_a_lane_for_each_sample(two_runs: Path, opened: Open, p
     page.get_by_role("button", name="next").click()
     page.wait_for_selector("#timeline svg[aria-label^='Step 1:']")
     assert page.locator(".lane").count() == 64 and page.locator("rect.phase").count() == 6
-    assert page.locator(".lane >> nth=0").locator("rect").count() == 3
+    assert page.locator(".lane >> nth=0").locator("rect").count() == 4
     picture(page, "timeline")
-    page.locator(".lane >> nth=5").locator("rect >> nth=0").click(position={"x": 3, "y": 3})
+    titles = page.locator("#timeline .s-request title, #timeline .s-tool title").all_text_contents()
+    assert any("turn 1, 40 tokens, 10 of 30 prompt tokens cached" in title for title in titles)
+    assert any("turn 1, waited 0.25 s" in title for title in titles)
+    page.locator(".lane >> nth=5").locator("rect >> nth=0").click(position={"x": 3, "y": 1})
     page.wait_for_selector(".part.model")
 
 

@@ -1,4 +1,4 @@
-"""What a run wrote, read one sample at a time: rollouts/*.jsonl of --dump-rollouts and eval/*.jsonl transcripts."""
+"""What a run wrote, read one sample at a time: rollouts/*.jsonl[.gz] of --dump-rollouts, eval/*.jsonl transcripts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_retool.dumps import DAMAGED, dumps_in, find_dump, open_dump
 from slime_retool.errors import DataError
 from slime_retool.rollout.transcripts import sample_of
 from slime_retool.types import Sample
@@ -53,7 +54,7 @@ def sample_files(folder: Path) -> list[Path]:
     Raises DataError when there are none.
     """
     inside = [folder / name for name in FOLDERS if (folder / name).is_dir()]
-    found = [path for part in inside or [folder] for path in sorted(part.glob("*.jsonl"))]
+    found = [path for part in inside or [folder] for path in dumps_in(part)]
     files = [path for path in found if not path.name.startswith(TRAINED) and path.name != "metrics.jsonl"]
     if not files:
         raise DataError(
@@ -67,9 +68,9 @@ def read_samples(path: Path, *, with_trained: bool = True) -> Iterator[tuple[int
 
     Raises DataError for a file that cannot be read, or that holds something else than samples.
     """
-    trained = _read_trained(path) if with_trained else {}
     try:
-        with path.open("rb") as file:
+        trained = _read_trained(path) if with_trained else {}
+        with open_dump(path) as file:
             for number, line in enumerate(file, start=1):
                 if line == b"\n":
                     continue
@@ -82,7 +83,7 @@ def read_samples(path: Path, *, with_trained: bool = True) -> Iterator[tuple[int
                         f"{path}, line {number} is no dumped sample; give a file below OUTPUT_DIR/rollouts "
                         "(--dump-rollouts) or OUTPUT_DIR/eval"
                     ) from error
-    except OSError as error:
+    except (OSError, *DAMAGED) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
@@ -103,11 +104,13 @@ def _parse(row: dict[str, Any], trained: dict[int, dict[str, Any]]) -> DumpedSam
 
 def _read_trained(path: Path) -> dict[int, dict[str, Any]]:
     """Lines by `Sample.index`; empty where the trainer wrote nothing for the rollout of `path`."""
-    beside = path.with_name(path.name.replace("rollout_", TRAINED, 1))
-    if beside == path or not beside.is_file():
+    beside = find_dump(path.with_name(path.name.replace("rollout_", TRAINED, 1)))
+    if beside.name == path.name or not beside.is_file():
         return {}
     found = {}
-    for line in beside.read_bytes().split(b"\n"):
+    with open_dump(beside) as file:
+        lines = file.read().split(b"\n")
+    for line in lines:
         try:
             row = json.loads(line)
         except ValueError:  # the last line, cut off

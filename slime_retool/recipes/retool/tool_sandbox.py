@@ -89,7 +89,7 @@ def _runner(place: Sandbox | FusionSandbox | Session) -> ToolFunction:
         result = await place.run(arguments["code"])
         if result.status is Status.UNAVAILABLE:
             raise ToolUnavailable(str(result.error))
-        return ToolResult(format_result(result), is_error=result.status is not Status.OK)
+        return ToolResult(format_result(result), is_error=result.status is not Status.OK, waited=result.queue_s)
 
     return run
 

@@ -29,6 +29,15 @@
     return Viewer.charts.PHASES.map((name) => [name, run.metrics[`perf/${name}_seconds`]?.[i] ?? 0]).filter(([, seconds]) => seconds > 0);
   }
 
+  function describe(span) {
+    const parts = [`${span.name}: ${number(span.seconds)} s`, span.status];
+    if (span.turn) parts.push(`turn ${span.turn}`);
+    if (span.tokens !== undefined) parts.push(`${span.tokens} tokens`);
+    if (span.cached_tokens !== undefined) parts.push(`${span.cached_tokens} of ${span.prompt_tokens} prompt tokens cached`);
+    if (span.waited) parts.push(`waited ${number(span.waited)} s`);
+    return parts.join(", ");
+  }
+
   async function draw(run, step) {
     const turn = ++asked;
     const box = document.getElementById("timeline");
@@ -65,9 +74,9 @@
       const group = svg("g", { class: "lane", onclick: () => Viewer.app.open(lane.row) });
       if (i % 4 === 0) group.append(svg("text", { class: "tick", x: LEFT - 8, y: y + 7, "text-anchor": "end", text: `sample ${index}` }));
       for (const span of lane.spans) {
-        group.append(svg("rect", { class: `span s-${["generate", "tool", "reward", "queue"].includes(span.name) ? span.name : "other"} ${span.status === "ok" ? "" : "not-ok"}`,
-          x: x(span.start - begin), y: y + (span.name === "tool" ? 2 : 0), width: Math.max(1, x(span.seconds) - x(0)), height: span.name === "tool" ? LANE - 5 : LANE - 1 },
-          svg("title", { text: `sample ${index}, ${span.name}: ${number(span.seconds)} s, ${span.status}` })));
+        group.append(svg("rect", { class: `span s-${["generate", "request", "tool", "reward", "queue"].includes(span.name) ? span.name : "other"} ${span.status === "ok" ? "" : "not-ok"}`,
+          x: x(span.start - begin), y: y + (span.turn ? 2 : 0), width: Math.max(1, x(span.seconds) - x(0)), height: span.turn ? LANE - 5 : LANE - 1 },
+          svg("title", { text: `sample ${index}, ${describe(span)}` })));
       }
       picture.append(group);
     });
@@ -97,7 +106,7 @@
       el("button", { text: "next ›", onclick: () => move(1) }),
       el("span", { class: "legend" }, 
         el("span", { class: "dim", text: "phases" }), ...Viewer.charts.PHASES.map((name) => el("span", { class: `value p-${name}`, text: name })),
-        el("span", { class: "dim", text: "samples" }), ...["generate", "tool", "reward"].map((name) => el("span", { class: `value s-${name}`, text: name }))),
+        el("span", { class: "dim", text: "samples" }), ...["generate", "request", "tool", "reward"].map((name) => el("span", { class: `value s-${name}`, text: name }))),
     );
     refill();
     Viewer.timeline.show = () => steps.value !== "" && show();
