@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 # Ray starts its workers with less priority; beside other tests or runs they would hardly get a turn.
 export RAY_worker_niceness ?= 0
 
-.PHONY: help install test fuzz-sandbox test-browser screenshots docs lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short chaos-soak lock clean
+.PHONY: help install test fuzz-sandbox sandbox-chaos test-browser screenshots docs lint quickstart quickstart-short minimal recipes-tiny $(RECIPES) tiny-inputs compare-short chaos-soak lock clean
 
 help:
 	@echo "make quickstart        convert, SFT, RL and evaluation of a tiny model on this machine (SEED=1)"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-browser      the viewer's page in a real Chromium (needs one: apt install chromium)"
 	@echo "make screenshots       the same, and its pictures into docs/images"
 	@echo "make docs              the documentation as a site, outputs/site/index.html; broken links are errors"
+	@echo "make sandbox-chaos     10,000 calls by 256 callers while the sandbox's own processes are killed at random"
 	@echo "make fuzz-sandbox      random input at every border of the sandbox for ten minutes (SECONDS=600 SEED=1)"
 	@echo "make install           only the environment in $(VENV)"
 	@echo "make lock              resolve requirements/cpu.in and setup.py into the locks of CPU and GPU hosts (needs uv)"
@@ -73,6 +74,9 @@ docs: $(STAMP) .venv/docs/.installed
 	$(PY) docs/generate.py
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --quiet
 	@echo "open outputs/site/index.html"
+
+sandbox-chaos: $(STAMP)
+	for level in namespaces landlock; do $(PY) benchmarks/sandbox_soak.py --chaos --isolation $$level || exit 1; done
 
 fuzz-sandbox: $(STAMP)
 	$(PY) tests/fuzz_sandbox.py --seconds $(SECONDS) --seed $(SEED)

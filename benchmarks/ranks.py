@@ -83,7 +83,7 @@ def run_ranks(command: Sequence[str], world_size: int, timeout: float, devices: 
     for all on the CPU) as its only GPU.
     {"error": why, with the log's end} when a rank fails or the time is up; no process is left either way.
     """
-    env = {**os.environ, **trainer_environment(colocate=False)}
+    env = {**os.environ, **trainer_environment(colocate=False, kernel_cache_dir=None)}
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         result = Path(scratch) / "result.json"
         meeting = f"file://{scratch}/rendezvous"

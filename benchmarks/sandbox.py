@@ -4,8 +4,8 @@
     python benchmarks/sandbox.py --against other/sandbox.py    # a module or class with `async execute_code(code)`
 
 Three programs (`print`, a sympy equation, 50 ms of CPU), as one-shots and as cells of sessions. CPU counts the caller
-and every process of the sandbox. On a busy machine compare `cpu_ms`. Prints a table and, with --json, writes all
-numbers.
+and every process of the sandbox. On a busy machine compare `cpu_ms`. With --neighbours, prints once more beside so many
+calls that hold 1,000 files each. Prints a table and, with --json, writes all numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime_retool.sandbox import Sandbox, SandboxPolicy
+from slime_retool.sandbox import Result, Sandbox, SandboxPolicy
 
 PROGRAMS = {
     "print": "print(6 * 7)",
@@ -35,6 +35,7 @@ PROGRAMS = {
     "cpu50": "from time import *\nt = process_time()\nwhile process_time() < t + 0.05: pass\nprint('done')",
 }
 EXPECTED = {"print": "42", "sympy": "[2, 3]", "cpu50": "done"}
+NEIGHBOUR = "import time\nfor i in range(1000): open(f'f{i}', 'w').close()\nprint('there')\ntime.sleep(3600)"
 TICKS = os.sysconf("SC_CLK_TCK")
 _CPUCLOCK_PROCESS = 2
 Run = Callable[[str, int], Awaitable[str]]
@@ -121,10 +122,11 @@ async def measure(
 
 
 @contextlib.asynccontextmanager
-async def jail(isolation: str, callers: int) -> AsyncIterator[tuple[Sandbox, Callable[[], float]]]:
-    policy = SandboxPolicy(
-        isolation=isolation, concurrency=min(callers, 2 * (os.cpu_count() or 1)), max_sessions=2 * callers
-    )
+async def jail(
+    isolation: str, callers: int, neighbours: int = 0
+) -> AsyncIterator[tuple[Sandbox, Callable[[], float]]]:
+    concurrency = min(callers, 2 * (os.cpu_count() or 1)) + neighbours
+    policy = SandboxPolicy(isolation=isolation, concurrency=concurrency, max_sessions=2 * callers)
     async with Sandbox(policy) as box:
         broker = box._client.broker_pid
         yield box, lambda: own_cpu() + tree_cpu(broker)
@@ -152,6 +154,34 @@ async def measure_jail(isolation: str, callers: int, scale: float) -> list[Measu
                 f"private memory of an idle session after {program}: {idle_session_mb(box):.2f} MB (median)",
                 flush=True,
             )
+    return found
+
+
+async def measure_beside_neighbours(isolation: str, callers: int, neighbours: int, scale: float) -> list[Measurement]:
+    async with jail(isolation, callers, neighbours) as (box, cpu):
+
+        async def one_shot(code: str, number: int) -> str:
+            return (await box.run(code, timeout=60)).stdout
+
+        async def cell(code: str, number: int) -> str:
+            return (await box.session(str(number)).run(code, timeout=60)).stdout
+
+        calls = max(callers, int(4000 * scale))
+        found: list[Measurement] = []
+        holding: list[asyncio.Future[Result]] = []
+        for others in ("alone", f"+{neighbours}"):
+            if others != "alone":
+                holding = [asyncio.ensure_future(box.run(NEIGHBOUR, timeout=7200)) for _ in range(neighbours)]
+                while (await box.stats())["running"] < neighbours:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(1.0)  # their files are there
+            for kind, run in (("one-shot", one_shot), ("session", cell)):
+                subject = f"{isolation} {kind} {others}"
+                await measure(subject, "print", callers, callers, run, cpu)
+                found.append(await measure(subject, "print", callers, calls, run, cpu))
+                print_row(found[-1])
+        for call in holding:
+            call.cancel()
     return found
 
 
@@ -226,7 +256,7 @@ async def measure_other(path: str, callers: int, scale: float) -> list[Measureme
 
 def print_row(m: Measurement) -> None:
     print(
-        f"{m.subject:22} {m.program:6} {m.callers:4} callers {m.calls_per_s:8.1f}/s {m.cpu_ms:8.2f} CPU-ms "
+        f"{m.subject:28} {m.program:6} {m.callers:4} callers {m.calls_per_s:8.1f}/s {m.cpu_ms:8.2f} CPU-ms "
         f"p50 {m.p50_ms:8.1f} p99 {m.p99_ms:8.1f} ms  loop lag p99 {m.loop_lag_p99_ms:6.1f} ms",
         flush=True,
     )
@@ -252,6 +282,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--isolation", nargs="+", default=["namespaces"])
+    parser.add_argument("--neighbours", type=int, metavar="N", help="print beside N calls that hold 1,000 files each")
     parser.add_argument("--against", metavar="PATH", help="another sandbox with `async execute_code(code)`")
     parser.add_argument("--scale", type=float, default=1.0, help="number of calls, as a factor")
     parser.add_argument("--json", metavar="FILE", help="write all numbers here")
@@ -261,6 +292,8 @@ async def main() -> None:
         found += await measure_subprocess(callers, args.scale)
         for isolation in args.isolation:
             found += await measure_jail(isolation, callers, args.scale)
+            if args.neighbours:
+                found += await measure_beside_neighbours(isolation, callers, args.neighbours, args.scale)
         if args.against:
             found += await measure_other(args.against, callers, args.scale)
     table = ratios(found)

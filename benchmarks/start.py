@@ -3,9 +3,10 @@
     python benchmarks/start.py --model qwen3-1.7B -- --colocate --sglang-attention-backend triton ...        # one GPU
     python benchmarks/start.py --model tiny --prompts 2 --samples 2 --response 32 -- --device cpu --colocate
 
-`python -m slime_retool.train` runs as for a user, with an evaluation before training, a checkpoint after each of two
+`python -m slime_retool.train` runs as for a user, with an evaluation before training, a checkpoint every few
 rollouts and the tools of the ReTool recipe, on random weights of the model's shape (or on `--hf` and `--torch-dist`).
-It starts `--starts` times: the first finds no compiled kernels (with `--cold`), the later ones those of the first.
+It starts `--starts` times, the later ones with the kernels that the first has compiled. With `--cold` the first finds
+none, wherever libraries may have kept some, and compiles all (which takes a compiler, nvcc among others).
 
 start_seconds: from the start of the process to the beginning of the first rollout (start/total_seconds), of the last
 start. save_stall_s: what the loop waited for a checkpoint (perf/save_stall_seconds), the longest of all starts; a write
@@ -28,7 +29,6 @@ from benchmarks.results import write_result
 from benchmarks.rl_step import run_training
 from benchmarks.shapes import ROOT, model_flags, prepare
 
-ROLLOUTS = 2
 SHOWN = ("perf/step_seconds", "perf/generate_seconds", "perf/train_seconds", "perf/save_stall_seconds",
          "perf/save_seconds")  # fmt: skip
 
@@ -43,29 +43,30 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if hf is None:
         weights = prepare(args.weights or work, args.model)
         hf, torch_dist = weights / "hf", weights / "torch_dist"
-    rows = build_prompt_rows("rl", args.prompts * ROLLOUTS, seed=0)
+    rows = build_prompt_rows("rl", args.prompts * args.rollouts, seed=0)
     write_jsonl(rows, work / "prompts.jsonl")
     write_jsonl(rows[: args.evaluated], work / "held.jsonl")
-    kernels = work / "kernels"
+    kernels: list[object] = []
     if args.cold:
-        shutil.rmtree(kernels, ignore_errors=True)
+        shutil.rmtree(work / "kernels", ignore_errors=True)
+        kernels = ["--kernel-cache-dir", work / "kernels"]
     flags: list[object] = [
         *(model_flags(args.model) if args.hf is None else ()),
         "--hf-checkpoint", hf, "--ref-load", torch_dist, "--prompt-data", work / "prompts.jsonl",
         "--custom-generate-function-path", "generate_with_retool.generate",
-        "--custom-rm-path", "rl_step_hooks.alternating_reward", "--num-rollout", ROLLOUTS,
+        "--custom-rm-path", "rl_step_hooks.alternating_reward", "--num-rollout", args.rollouts,
         "--rollout-batch-size", args.prompts, "--n-samples-per-prompt", args.samples,
         "--rollout-max-response-len", args.response, "--rollout-max-context-len", args.response + 1024,
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens,
         "--eval-prompt-data", "held", work / "held.jsonl", "--eval-interval", 1000,
-        "--save", work / "save", "--save-interval", 1, "--save-keep", 1, "--kernel-cache-dir", kernels, *args.flags,
+        "--save", work / "save", "--save-interval", args.save_interval, "--save-keep", 1, *kernels, *args.flags,
     ]  # fmt: skip
     starts, saves = [], []
     for number in range(args.starts):
         shutil.rmtree(work / "save", ignore_errors=True)
         steps = run_training(flags, work / "run", args.timeout, SHOWN)
         starts.append({name: value for name, value in steps[0].items() if name.startswith("start/")})
-        saves += [{name: row[name] for name in SHOWN if "save" in name and name in row} for row in steps]
+        saves += [saved for row in steps if (saved := {name: row[name] for name in SHOWN[-2:] if name in row})]
         print(f"start {number + 1}: {json.dumps({name: round(value, 1) for name, value in starts[-1].items()})}")
     shutil.rmtree(work / "save", ignore_errors=True)
     return {"model": str(args.hf or args.model), "flags": args.flags, "starts": starts, "saves": saves}
@@ -77,7 +78,9 @@ def main() -> None:
     parser.add_argument("--hf", type=Path, help="a real checkpoint instead of --model")
     parser.add_argument("--torch-dist", type=Path, help="the same in torch_dist")
     parser.add_argument("--starts", type=int, default=2)
-    parser.add_argument("--cold", action="store_true", help="delete the kernels that an earlier call has left")
+    parser.add_argument("--cold", action="store_true", help="keep kernels in the scratch folder, which has none before")
+    parser.add_argument("--rollouts", type=int, default=4)
+    parser.add_argument("--save-interval", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--evaluated", type=int, default=16, help="problems of the evaluation before training")
@@ -95,7 +98,7 @@ def main() -> None:
     result = run(args)
     print(json.dumps(result, indent=2))
     write_result("start_seconds", result["starts"][-1]["start/total_seconds"], "s", out_dir=args.results)
-    stall = max(save["perf/save_stall_seconds"] for save in result["saves"])
+    stall = max(save.get("perf/save_stall_seconds", 0.0) for save in result["saves"])
     write_result("save_stall_s", stall, "s", out_dir=args.results)
 
 

@@ -148,7 +148,7 @@ def keep(args: argparse.Namespace, result: dict[str, Any], *names: str) -> None:
 def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     from slime_retool.cluster.environment import trainer_environment
 
-    os.environ.update(trainer_environment(colocate=True))
+    os.environ.update(trainer_environment(colocate=True, kernel_cache_dir=None))
     import torch
 
     from benchmarks.shapes import make_checkpoint

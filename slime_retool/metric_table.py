@@ -206,7 +206,7 @@ GROUPS = (
         "perf/reward_seconds": "seconds in which a sample waited for its reward, mostly while others were written",
         "perf/save_seconds": "writing the checkpoint until the disk has all of it; in the step that finds it complete",
         "perf/save_stall_seconds": "what the loop waited for it: for the one before, and for the copy to host memory",
-        "perf/eval_seconds": "the evaluation",
+        "perf/eval_seconds": "the evaluation; with `--max-staleness` what the loop waited for it",
         "perf/generate_tokens_per_second_per_gpu": "model tokens over generation's seconds and the engines' GPUs",
         "perf/train_tokens_per_second": "tokens of the batch over training's seconds",
         "perf/train_tokens_per_second_per_gpu": "the same, over the trainer's GPUs",
@@ -217,7 +217,8 @@ GROUPS = (
            "before it: engines, trainers and SGLang's answer start side by side.", {
         "start/total_seconds": "from the start of the process to that of the first rollout",
         "start/flags_seconds": "Python's imports and the flags",
-        "start/data_and_ray_seconds": "tokenizer, data, hooks, and Ray",
+        "start/data_seconds": "tokenizer, data and hooks",
+        "start/ray_seconds": "Ray",
         "start/sglang_flags_seconds": "SGLang's answer whether it takes the `--sglang-*` flags",
         "start/engines_seconds": "engines: imports, weights, cache, CUDA graphs",
         "start/trainers_seconds": "trainers: imports, model, checkpoint",

@@ -96,7 +96,10 @@ def what_is_left(config: Config) -> str:
     """What an interrupted run can go on from."""
     if config.debug_rollout_only:
         return "nothing is trained, so that nothing is lost"
-    saved = latest_rollout(config.save)
+    try:
+        saved = latest_rollout(config.save)
+    except ValueError:  # the first one was being written
+        saved = None
     if saved is None:
         return "no checkpoint was saved: --save DIR with --save-interval N saves one every N rollouts"
     return f"the newest checkpoint is that of rollout {saved}; --load {config.save} goes on from it"
@@ -123,12 +126,13 @@ def run(config: Config, check: ServerFlagCheck, laps: Laps) -> None:
     with ExitStack() as stack:
         # The data come first: a row that cannot be used ends the start before Ray begins.
         rollout = stack.enter_context(RolloutManager(config))
+        laps("data")
         from slime_retool.cluster.cluster import Cluster
 
         cluster = stack.enter_context(Cluster(config))
         config = rollout.config  # its data say how many rollouts --num-epoch makes
         first = first_rollout(config)
-        laps("data_and_ray")
+        laps("ray")
         assert config.num_rollout is not None
         cluster.launch(config.num_rollout)
         check.wait()
@@ -185,6 +189,8 @@ class Loop:
         self._interrupts = Interrupts(defers=config.save is not None and not config.debug_rollout_only)
         self._engine_memory: dict[str, float] = {}
         self._restarts = 0
+        self._evaluating: int | None = None
+        """With --max-staleness: the rollout after which an evaluation goes on beside the next generation."""
         self._first_data: dict[str, Any] = {}
         """The position in the data that the run began with."""
         self._health = HealthCheck()
@@ -256,8 +262,12 @@ class Loop:
                 if self._interrupts.asked:
                     raise KeyboardInterrupt
                 if evaluates_after(config, rollout_id):
-                    with phases.aside("evaluation"):
-                        self._evaluate(rollout_id)
+                    if config.max_staleness and rollout_id + 1 < self._num_rollout:
+                        self._rollout.begin_evaluation(rollout_id)
+                        self._evaluating = rollout_id
+                    else:
+                        with phases.aside("evaluation"):
+                            self._evaluate(rollout_id)
                 if profiler is not None:
                     profiler.write(phases.spans, metrics)
             except KeyboardInterrupt:
@@ -340,6 +350,9 @@ class Loop:
         config, cluster = self._config, self._cluster
         with phases("generate"), cluster.engines.checked():
             batch = self._rollout.generate(rollout_id)
+        if self._evaluating is not None:  # it began with these weights
+            evaluated, self._evaluating = self._evaluating, None
+            phases.leave_out(self._evaluate(evaluated))
         cluster.engines.check()
         self._metrics.log_samples(rollout_id, batch.shown)
         metrics = batch.metrics | self._saves.look()
@@ -413,16 +426,18 @@ class Loop:
                 self._cluster.engines.abort()
                 self._rollout.drained(ABORT_SECONDS)
 
-    def _evaluate(self, rollout_id: int) -> None:
-        """Evaluate the weights after `rollout_id` (-1: before any training)."""
+    def _evaluate(self, rollout_id: int) -> float:
+        """Evaluate the weights after `rollout_id` (-1: before any training). Returns the seconds it took."""
         begin = time.monotonic()
         with self._cluster.engines.checked():
             metrics = self._validate() if self._config.loss.supervised else self._rollout.evaluate(rollout_id)
-        self._metrics.log(rollout_id, metrics | {"perf/eval_seconds": time.monotonic() - begin})
+        seconds = time.monotonic() - begin
+        self._metrics.log(rollout_id, metrics | {"perf/eval_seconds": seconds})
         wanted = ("/accuracy", "/reward", "/loss")
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(wanted)]
         when = "before training" if rollout_id < 0 else f"after rollout {rollout_id}"
         logger.info("evaluation %s: %s", when, ", ".join(shown))
+        return seconds
 
     def _validate(self) -> dict[str, float]:
         """SFT: the loss on held-out conversations."""

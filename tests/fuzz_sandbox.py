@@ -41,7 +41,7 @@ from slime_retool.sandbox.host.sandbox import _result, check_arguments, refusal
 
 T = TypeVar("T")
 
-FOUND: dict[str, tuple[int, ...]] = {}
+FOUND: dict[str, tuple[int, ...]] = {"programs": (1, 80), "bytes over HTTP": (400,)}
 """Seeds by property."""
 SECONDS_TO_ANSWER = 300.0
 """For one example with a real process, on a loaded machine: a hang and nothing else takes longer."""
@@ -411,7 +411,8 @@ class Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = record.exc_info[0] if record.exc_info else None
-        if kind is None or not issubclass(kind, HttpProcessingError):  # bytes that are no HTTP
+        # Of bytes that are no HTTP aiohttp says so in its log, also after they were refused.
+        if kind is None or not issubclass(kind, (HttpProcessingError, web.RequestPayloadError)):
             self.seen.append(f"{record.getMessage()} {record.exc_info}")
 
     __hash__ = object.__hash__

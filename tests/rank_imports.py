@@ -1,23 +1,8 @@
-"""What every rank of a distributed test needs, imported once: `dist_utils` forks its ranks from a process with this.
-
-The order is that of a real trainer: the CPU compatibility layer comes before anything of Megatron.
-"""
+"""What every rank of a distributed test needs, imported once: `dist_utils` forks its ranks from a process with this."""
 
 from __future__ import annotations
 
-from megatron_bridge.cpu_compat import install_cpu_compat
+import pytest  # noqa: F401
+from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
 
-install_cpu_compat()
-
-import megatron.core.dist_checkpointing  # noqa: E402, F401
-import megatron.core.distributed  # noqa: E402, F401
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
-import megatron.core.models.gpt.gpt_model  # noqa: E402, F401
-import megatron.core.optimizer  # noqa: E402, F401
-import megatron.core.optimizer_param_scheduler  # noqa: E402, F401
-import megatron.core.pipeline_parallel  # noqa: E402, F401
-import pytest  # noqa: E402, F401
-from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: E402, F401
-
-import slime_retool.trainer.core  # noqa: E402
-import slime_retool.trainer.weight_sync  # noqa: E402, F401
+import slime_retool.trainer.imports  # noqa: F401

@@ -70,8 +70,8 @@ class Model:
 
 async def update(stream: Stream, turns: OpenTurns, model: Model, version: int) -> None:
     """What the training loop does at a weight update."""
-    stream.hold()
-    while not await stream.drained(0):
+    turns.hold()
+    while not await turns.places.empty(0):
         model.abort()
         await asyncio.sleep(0)
     assert model.running == 0

@@ -311,6 +311,14 @@ def test_sandbox_serve_says_in_one_line_that_its_port_is_taken(capsys: pytest.Ca
 def test_sandbox_serve_refuses_a_limit_that_cannot_work(capsys: pytest.CaptureFixture[str]):
     assert main(["sandbox", "serve", "--concurrency", "0"]) == 2
     assert "sandbox concurrency must be above 0, got 0" in capsys.readouterr().err
+    for flag, value, says in (
+        ("--memory-mb", "-1", "memory_mb must be above 0, got -1"),
+        ("--max-timeout", "nan", "max_timeout must be above 0, got nan"),
+        ("--max-timeout", "1e400", "max_timeout must be above 0, got inf"),
+        ("--token-file", "/no/token", "cannot be read"),
+    ):
+        assert main(["sandbox", "serve", "--port", "0", flag, value]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_a_hook_is_found_in_the_folder_where_the_command_is_given(tmp_path: Path):

@@ -136,3 +136,23 @@ def test_trainers_that_start_again_find_their_devices_free_and_no_engine_that_wa
         ("hold",), "kill", ("drop", False), ("release", "weights", "kv_cache"), ("start", 9, 2, True),
         ("connect", ["http://a"], 3), "trainers come",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("turns", [{"offload_train": True}, {"offload_rollout": True}], ids=["trainers", "engines"])
+def test_while_trainers_and_engines_take_turns_no_engine_starts(turns: dict[str, Any]):
+    made, calls = cluster([], {"colocate": True} | turns)
+    made.begin_training()
+    assert calls == [("hold", "settle"), ("release", "weights", "kv_cache"), "trainers come"]
+    calls.clear()
+    made.begin_update()
+    made.begin_generation()
+    assert calls[0] == ("hold",) and calls[-1] == ("let_go",)
+
+
+def test_engines_with_devices_of_their_own_start_while_trainers_train():
+    made, calls = cluster([])
+    made.begin_training()
+    assert [call[0] for call in calls if isinstance(call, tuple)] == ["release"]
+    made.begin_update()
+    made.begin_generation()
+    assert ("hold",) in calls and calls[-1] == ("let_go",)

@@ -50,6 +50,7 @@ def test_a_run_on_more_gpus_than_the_host_shows_is_refused(monkeypatch):
     ):
         check_devices(fits)
     host(monkeypatch, 0)
+    check_devices(Config(device="cpu"))
     check_devices(Config(device="cuda", debug_rollout_only=True, rollout_external_urls=["http://h:1"]))
     with pytest.raises(ConfigError, match="needs 1 GPUs and finds none"):
         check_devices(Config(device="cuda", colocate=True))

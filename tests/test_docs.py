@@ -39,7 +39,7 @@ OTHER_FLAGS = {
 }  # fmt: skip
 DECLARED = re.compile(r"^    (\w+): .* = flag\(", re.M)
 """A flag of a hook, on a page or in a recipe."""
-STARTS = ("flags", "data_and_ray", "sglang_flags", "engines", "trainers", "router_and_weights", "evaluation")
+STARTS = ("flags", "data", "ray", "sglang_flags", "engines", "trainers", "router_and_weights", "evaluation")
 BUILT = {
     "aborted_ratio": "{status.value}_ratio",
     **dict.fromkeys(("engine_weights_gib", "engine_kv_cache_gib", "engine_graphs_gib"), "memory/engine_{name}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -242,6 +243,31 @@ def test_an_engine_that_says_that_it_goes_down_leaves(status: int, faults: int):
         parts.engines[1].status["/health"] = status
         upkeep.look()
         assert upkeep.faults == faults
+
+
+def test_an_engine_that_is_dying_leaves_although_its_server_is_only_silent(monkeypatch):
+    """Its sockets are open until the kernel has taken all of it down."""
+    parts = Parts()
+    with kept(parts) as upkeep:
+        monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 60.0)
+        silent = parts.engines[1].url
+        monkeypatch.setattr(module, "_takes_requests", lambda url: None if url.startswith(silent) else True)
+        threading.Timer(0.3, setattr, (parts.engines[1], "dead", "was ended by SIGKILL")).start()
+        upkeep.look()
+        assert upkeep.faults == 1
+
+
+def test_a_server_that_closes_every_connection_takes_no_requests():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def close_all() -> None:
+            for _ in range(3):
+                listener.accept()[0].close()
+
+        thread = threading.Thread(target=close_all)
+        thread.start()
+        assert module._takes_requests(f"http://127.0.0.1:{listener.getsockname()[1]}/health") is False
+        thread.join()
 
 
 def test_an_engine_that_takes_long_to_answer_stays():

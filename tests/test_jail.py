@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.sandbox import idle_session_mb
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, SandboxUnavailable, Status, wire
-from slime_retool.sandbox.broker import forks, loop
+from slime_retool.sandbox.broker import folders, forks, loop
 from slime_retool.sandbox.child import landlock, namespaces, syscalls
 from slime_retool.sandbox.child.environment import package_folders
 from slime_retool.sandbox.host.client import JailClient
@@ -319,7 +319,8 @@ def test_zygote_and_broker_are_replaced_when_they_die(level: str, caplog: pytest
             await asyncio.sleep(0.05)
         broker = box._client.broker_pid
         call = asyncio.ensure_future(box.run("import time\ntime.sleep(99)"))
-        await asyncio.sleep(0.2)
+        while not (await box.stats())["running"]:  # one that has not begun would be run by the next broker
+            await asyncio.sleep(0.02)
         os.kill(broker, signal.SIGKILL)
         return running, lost, await call, await box.run("3")
 
@@ -334,10 +335,12 @@ def test_zygote_and_broker_are_replaced_when_they_die(level: str, caplog: pytest
 def test_a_zygote_that_ended_with_requests_unread_does_not_end_the_broker() -> None:
     """To its peer that is a reset (ECONNRESET), where a socket that was read to its end gives EPIPE."""
     config = {"limits": {"startup_timeout": 1}, "zygote": {"work": None}, "kinds": {"plain": []}, "pool": 1}
+    event_loop = loop.Loop()
+    no_folders = folders.Folders(event_loop, None, {}, lambda child: None, lambda why: None)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.send(b"request")
     theirs.close()
-    all_forks = forks.Forks(loop.Loop(), config, None, collections.Counter())
+    all_forks = forks.Forks(event_loop, config, None, no_folders, None, collections.Counter())
     kind = all_forks.kinds["plain"]
     kind.ready, kind.socket = True, ours
     all_forks.fill()

@@ -270,6 +270,29 @@ def test_a_cut_leaves_whole_lines(told: bool) -> None:
         assert shown[0] == "0 0" and shown[-1] == lines[-1].decode().rstrip()
 
 
+def test_output_that_code_wrote_to_the_descriptor_itself_is_cut_alike() -> None:
+    data = b"".join(b"%d\n" % number for number in range(1000))
+    for told in (None, 0, len(data)):
+        fd = os.memfd_create("out")
+        try:
+            os.write(fd, data)
+            text, truncated = output.take(fd, 200, told)
+        finally:
+            os.close(fd)
+        head, _, tail = text.partition("... [")
+        omitted, _, tail = tail.partition(" bytes of output omitted] ...\n")
+        assert truncated and data.startswith(head.encode()) and data.endswith(tail.encode())
+        assert int(omitted) == len(data) - len(head) - len(tail) and min(len(head), len(tail)) > 90
+
+
+def test_no_more_than_a_quarter_of_either_side_is_given_up_for_whole_lines() -> None:
+    for place, given_up in ((10, True), (24, True), (26, False), (60, False)):
+        first, last = b"a" * (99 - place) + b"\n" + b"b" * place, b"c" * place + b"\n" + b"d" * (99 - place)
+        text, _ = kept([first + b"x" * 500 + last], 200)
+        head, tail = text.split("... [")[0], text.split("] ...")[1].lstrip("\n")
+        assert (len(head), len(tail)) == ((100 - place, 99 - place) if given_up else (100, 100))
+
+
 def test_a_mark_inside_a_long_number_stands_between_its_digits() -> None:
     text, _ = kept([b"7" * 1000], 100)
     assert text == "7" * 50 + "... [900 bytes of output omitted] ..." + "7" * 50

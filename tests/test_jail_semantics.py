@@ -170,8 +170,11 @@ def test_odd_ends_have_the_right_label_in_the_jail(level: str) -> None:
         "print('+'.join('1'))\nx = " + "+".join(["1"] * 1200): (Status.OK, None, None),
         "import sys\nsys.settrace(lambda *_: 1 / 0)": (Status.ERROR, None, None),
         "import sys\nsys.setprofile(lambda *_: 1 / 0)": (Status.ERROR, None, None),
-        "k = []\nwhile True: k.append(bytearray(1000))": (Status.MEMORY, "memory", None),
         "import json\njson.JSONEncoder.encode = json.dumps = None": (Status.OK, None, None),
+        "import os\nos.close(3)": (Status.ERROR, None, 1),
+        "import os\nos.closerange(0, 99)": (Status.ERROR, None, 1),
+        "import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), 3)": (Status.ERROR, None, 1),
+        "k = []\nwhile True: k.append(bytearray(1000))": (Status.MEMORY, "memory", None),
     }
 
     async def use(box: Sandbox) -> tuple[list[Result], list[Result]]:
@@ -186,6 +189,26 @@ def test_odd_ends_have_the_right_label_in_the_jail(level: str) -> None:
         assert len(result.error or "") < 4200 and "setting up" not in f"{result.error}{cell.error}{result.stderr}"
         if "os._exit(0)" not in code:
             assert (code[:50], cell.status, cell.limit) == (code[:50], *expected[:2]), cell.error
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_cell_that_takes_every_builtin_breaks_itself_and_no_report(level: str) -> None:
+    take = (
+        "import builtins, json, os\nprint('before')\n"
+        "for name in [name for name in vars(builtins) if name not in ('setattr', 'print', '__build_class__')]:\n"
+        "    setattr(builtins, name, None)\n"
+        "json.loads = json.dumps = json.JSONDecoder.decode = json.JSONEncoder.iterencode = os.write = None\n"
+    )
+
+    async def use(box: Sandbox) -> list[Result]:
+        session = box.session("s")
+        cells = [await session.run(code, fetch_files=("f",)) for code in (take, "x = 1\nprint(x)", "1 / 0", "x")]
+        return [await box.run(take, fetch_files=("f",)), *cells]
+
+    once, *cells = in_box(level, use)
+    assert [each.stdout for each in (once, *cells)] == ["before\n", "before\n", "1\n", "", ""]
+    assert [each.status for each in cells] == [Status.OK, Status.OK, Status.ERROR, Status.OK], cells
+    assert cells[3].result == "1" and "ZeroDivisionError" in cells[2].error
 
 
 @pytest.mark.parametrize("level", LEVELS)

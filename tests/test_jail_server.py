@@ -139,6 +139,10 @@ async def test_a_request_that_cannot_be_served_says_why(body: dict, says: str) -
         (b'{"code": "1"}', {"Content-Type": "text/plain"}, (415, "application/json, got text/plain")),
         (b"code=1", {"Content-Type": "application/x-www-form-urlencoded"}, (415, "application/json")),
         (b'{"code": "1"}', {"Content-Type": ""}, (415, "application/json")),
+        (b"no zip", {"Content-Encoding": "deflate"}, (415, "compressed")),
+        (b"no zip", {"Content-Encoding": "gzip"}, (415, "compressed")),
+        (b'{"code": "1"}', {"Expect": "the \udce9"}, (417, "100-continue")),
+        (b'{"code": ""}', {"Expect": "100-continue", "Origin": "null"}, (403, "web pages")),
         (b'{"code": "1"}', {"Origin": "http://evil.example"}, (403, "web pages")),
         (b'{"code": "1"}', {"Origin": "null"}, (403, "web pages")),
         (b'{"code": "1"}', {"Sec-Fetch-Site": "same-origin"}, (403, "web pages")),
@@ -156,6 +160,18 @@ async def test_a_request_that_no_client_of_code_sends_is_refused(
         async with http.post(f"{url}/run_code", data=body, headers=headers) as response:
             status, says = expected
             assert response.status == status and says in (await response.json())["detail"]
+
+
+async def test_a_body_that_breaks_off_is_a_bad_request() -> None:
+    head = b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    async with serving(make_app(POLICY)) as url:
+        answers = []
+        for chunks in (b"zz\r\n", b"3\r\n{}{}\r\n0\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+            answers.append((await reader.read()).split()[1])
+            writer.close()
+    assert all(answer in (b"400", b"422") for answer in answers), answers
 
 
 async def test_a_server_for_other_hosts_takes_any_name_of_its_own_and_asks_for_its_token() -> None:

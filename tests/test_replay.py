@@ -82,7 +82,8 @@ def test_a_replay_does_not_move_away_what_it_reads(inside: str, tmp_path: Path):
     replayed = tiny_config(replay_rollouts=str(tmp_path / inside), output_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="name another --output-dir"):
         _check_replay(replayed)
-    _check_replay(dataclasses.replace(replayed, output_dir=str(tmp_path / "new")))
+    for other in (tmp_path / "new", tmp_path.parent):
+        _check_replay(dataclasses.replace(replayed, output_dir=str(other)))
     with pytest.raises(ConfigError, match="no such folder"):
         _check_replay(dataclasses.replace(replayed, replay_rollouts=str(tmp_path / "nowhere")))
 

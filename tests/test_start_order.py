@@ -15,7 +15,7 @@ from slime_retool import metrics
 from slime_retool.cluster.cluster import Cluster
 from slime_retool.cluster.environment import trainer_environment
 from slime_retool.config import Config
-from slime_retool.engine.kernel_cache import FOLDERS, kernel_cache_environment, make_kernel_cache
+from slime_retool.engine.kernel_cache import KEPT, LOST, kernel_cache_environment, make_kernel_cache
 from slime_retool.engine.server import server_environment
 from slime_retool.errors import ConfigError
 from slime_retool.metrics import Laps
@@ -91,11 +91,11 @@ def test_laps_add_up_to_the_whole_and_begin_with_the_process(monkeypatch) -> Non
 
 
 def test_trainers_and_engines_keep_their_kernels_in_one_folder_unless_the_user_says_where(tmp_path: Path, monkeypatch):
-    for name in FOLDERS:
+    for name in KEPT | LOST:
         monkeypatch.delenv(name, raising=False)
     own = kernel_cache_environment(str(tmp_path))
     assert own["TRITON_CACHE_DIR"] == str(tmp_path / "triton") and own["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
-    assert len({own[name] for name in FOLDERS}) == len(FOLDERS)
+    assert len({own[name] for name in KEPT | LOST}) == len(KEPT) + len(LOST)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     trainer = trainer_environment(colocate=True, kernel_cache_dir=str(tmp_path))
     engine = server_environment(Config(device="cuda", kernel_cache_dir=str(tmp_path)), None)
@@ -103,6 +103,15 @@ def test_trainers_and_engines_keep_their_kernels_in_one_folder_unless_the_user_s
     assert trainer["TVM_FFI_CACHE_DIR"] == engine["TVM_FFI_CACHE_DIR"] == str(tmp_path / "tvm-ffi")
     cpu = server_environment(engine_config(tmp_path, tmp_path, kernel_cache_dir=str(tmp_path)), None)
     assert "TVM_FFI_CACHE_DIR" not in cpu
+
+
+def test_without_a_folder_kernels_that_are_kept_in_the_home_folder_stay_there(monkeypatch) -> None:
+    for name in KEPT | LOST:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    own = kernel_cache_environment(None)
+    assert own.keys() == {*LOST, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"}
+    assert own["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == "/home/me/.cache/slime-retool/kernels/flash-attention"
 
 
 def test_the_folder_of_kernels_is_for_its_user_alone(tmp_path: Path) -> None:

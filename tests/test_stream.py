@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from slime_retool.rollout.evaluate import evaluate
 from slime_retool.rollout.json_client import EngineStats
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.open_turns import Aside, OpenTurns, Record
-from slime_retool.rollout.places import Places
+from slime_retool.rollout.places import Places, Use
 from slime_retool.rollout.stream import Stream
 from slime_retool.tool_use.loop import append_turn
 from slime_retool.types import RolloutBatch, Sample, TrainSample
@@ -131,9 +132,9 @@ async def test_a_checkpoint_holds_the_open_conversations_and_a_resumed_run_loses
     async with streaming(config, model) as (stream, turns, data):
         before = await steps(stream, turns, model, 5)
         before.append(await stream.next_batch(5))
-        stream.hold()
+        turns.hold()
         model.abort()
-        assert await stream.drained(1)
+        assert await turns.places.empty(1)
         if updated:
             await update(stream, turns, model, model.version + 1)
             for _ in range(20):
@@ -522,3 +523,25 @@ def test_a_mistake_in_a_checkpoint_of_open_groups_is_not_lost(tmp_path, monkeypa
     with rl_manager(other, monkeypatch, rollout_seed=7) as second:
         with pytest.raises(ConfigError, match="rollout_seed 42, now it is 7"):
             second.load_state_dict(state)
+
+
+async def test_no_more_requests_run_than_there_are_places_and_their_use_is_counted(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("slime_retool.rollout.places.time", SimpleNamespace(monotonic=lambda: now[0]))
+    places, most = Places(2), 0
+
+    async def work() -> None:
+        nonlocal most
+        async with places.place(0):
+            most = max(most, places.running)
+            now[0] += 1
+            await asyncio.sleep(0)
+
+    now[0] += 4  # nothing runs
+    await asyncio.gather(*(work() for _ in range(6)))
+    assert most == 2 and places.running == 0
+    use = places.take_use()
+    assert use.seconds == 10 and use.busy_seconds == 6
+    assert 6 < use.request_seconds < 12
+    now[0] += 3
+    assert places.take_use() == Use(seconds=3.0)

@@ -18,7 +18,7 @@ from megatron_bridge.checkpoint import checkpoint_name, latest_iteration, write_
 from slime_retool.cluster.engines import Engines
 from slime_retool.config import Config
 from slime_retool.engine.process import ServerError
-from slime_retool.errors import DataError, RolloutError, TrainerDied
+from slime_retool.errors import DataError, RolloutError, SaveError, TrainerDied
 from slime_retool.metrics import Laps, Metrics, read_metrics
 from slime_retool.train import Loop
 from slime_retool.types import RolloutBatch, TrainSample
@@ -149,6 +149,13 @@ class Told(Parts):
 
     def hold(self) -> None: ...
 
+    def begin_evaluation(self, rollout_id: int) -> None:
+        self.events.append(f"evaluation {rollout_id} begins")
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        self.events.append(f"evaluation {rollout_id} ends")
+        return {}
+
     def abort(self) -> None:
         self.events.append("abort")
         self.running -= 1
@@ -172,6 +179,18 @@ def test_requests_are_interrupted_before_an_update_or_before_engines_leave(turns
         assert parts.events == [*first, *ended, "begin_training", "train", "hold", *update]
     else:
         assert parts.events == [*first, "begin_training", "train", *ended, *update]
+
+
+def test_an_evaluation_goes_on_beside_the_next_generation_and_ends_before_the_next_update(tmp_path: Path):
+    parts = Told()
+    values = {"num_rollout": 2, "max_staleness": 1, "save": None, "save_hf": None, "eval_interval": 1}
+    loop(tmp_path, parts, offload_rollout=True, **values).run()
+    of_interest = [event for event in parts.events if event in ("generate", "hold", "train") or "evaluation" in event]
+    assert of_interest == [
+        "hold", "evaluation -1 ends",
+        "generate", "hold", "train", "hold", "evaluation 0 begins",
+        "generate", "evaluation 0 ends", "hold", "train", "hold", "evaluation 1 ends",
+    ]  # fmt: skip
 
 
 EVALUATED = {"step": 1, "eval/a/reward": 0.5}
@@ -503,3 +522,37 @@ def test_deaths_also_while_starting_are_counted_and_the_last_one_is_raised(tmp_p
     run = loop(tmp_path, parts, num_rollout=2, save_interval=1, save=str(tmp_path / "again"), max_restarts=1)
     with pytest.raises(TrainerDied, match="in rollout 1, and --max-restarts 1 allows no further start from the check"):
         run.run()
+
+
+def test_old_checkpoints_stay_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    there: list[tuple[bool, list[str]]] = []
+
+    class Watched(Clocked):
+        def finish_save(self, wait: bool) -> float | None:
+            seconds = super().finish_save(wait)
+            there.append((seconds is not None, sorted(path.name for path in self.folders[0].glob("iter_*"))))
+            return seconds
+
+    now = [0.0]
+    monkeypatch.setattr("slime_retool.cluster.saves.time", SimpleNamespace(monotonic=lambda: now[0]))
+    parts = Watched(tmp_path / "new", looks=2, now=now)
+    loop(tmp_path, parts, num_rollout=6, save_interval=3, save_keep=1, save_hf=None).run()
+    two, five = map(checkpoint_name, (2, 5))
+    assert there == [(False, [two]), (True, [two]), (True, [two, five])]
+    assert [path.name for path in (tmp_path / "new").glob("iter_*")] == [five]
+
+
+def test_a_write_that_fails_ends_the_run_and_keeps_the_old_checkpoints(tmp_path, monkeypatch):
+    class Failing(Clocked):
+        def finish_save(self, wait: bool) -> float | None:
+            if 3 in self.events:
+                raise SaveError("the disk is full")
+            return super().finish_save(wait)
+
+    now = [0.0]
+    monkeypatch.setattr("slime_retool.cluster.saves.time", SimpleNamespace(monotonic=lambda: now[0]))
+    parts = Failing(tmp_path / "new", looks=1, now=now)
+    with pytest.raises(SaveError, match="the disk is full"):
+        loop(tmp_path, parts, num_rollout=9, save_interval=2, save_keep=1, save_hf=None).run()
+    assert parts.events == [0, 1, "save 1", 2, 3, "save 3"]
+    assert (tmp_path / "new" / checkpoint_name(1)).exists()

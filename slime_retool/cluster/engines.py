@@ -34,32 +34,33 @@ KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
 class _OwnEngine:
-    """An `EngineHost`: an actor of this run, which Ray starts again where it dies."""
+    """An `EngineHost`: an actor of this run, replaced by another one where it died or does not answer."""
 
     replaceable = True
 
-    def __init__(self, actor: Any, number: int) -> None:
-        self._actor, self.name = actor, f"SGLang engine {number}"
+    def __init__(self, make_actor: Callable[[], Any], number: int) -> None:
+        self._make_actor, self.actor, self.name = make_actor, make_actor(), f"SGLang engine {number}"
 
     def start(self) -> str:
-        return results(call([self._actor], "start"))[0]
+        return results(call([self.actor], "start"))[0]
 
     def ended(self) -> str | None:
         try:
-            return ray.get(self._actor.ended.remote(), timeout=QUESTION_SECONDS)
+            return ray.get(self.actor.ended.remote(), timeout=QUESTION_SECONDS)
         except RayError as error:
             return f"lost its owner ({type(error).__name__})"
 
     def stop(self) -> None:
         try:
-            ray.get(self._actor.stop.remote(), timeout=STOP_SECONDS)
+            ray.get(self.actor.stop.remote(), timeout=STOP_SECONDS)
         except RayError as error:
-            logger.warning("the owner of %s does not answer and is started again: %s", self.name, first_line(error))
-            quietly(self.name, lambda: ray.kill(self._actor, no_restart=False))
+            logger.warning("the owner of %s does not answer and is replaced: %s", self.name, first_line(error))
+            quietly(self.name, lambda: ray.kill(self.actor))
+            self.actor = self._make_actor()
 
     def log_tail(self) -> str:
         try:
-            return ray.get(self._actor.log_tail.remote(), timeout=QUESTION_SECONDS)
+            return ray.get(self.actor.log_tail.remote(), timeout=QUESTION_SECONDS)
         except RayError:
             return ""
 
@@ -102,7 +103,7 @@ class Engines:
         """
         self._config, self._slots, self._several_hosts = config, slots, several_hosts
         self._give_weights = give_weights
-        self._actors: list[Any] = []
+        self._own: list[_OwnEngine] = []
         self._starting: list[Any] = []
         """What `launch` leaves to wait for: the URL of each engine."""
         self._urls: list[str] = []
@@ -123,10 +124,10 @@ class Engines:
         for index, slots in enumerate(self._slots):
             # The first slot puts the actor on their host; the server itself is given all devices by number.
             gpus = [slot.gpu for slot in slots if slot.gpu is not None] or None
-            options = slots[0].options(KEEP_CHILDREN) | {"max_restarts": -1}
-            actor = EngineActor.options(**options)  # type: ignore[attr-defined]
-            self._actors.append(actor.remote(config, index, gpus, several_hosts=self._several_hosts))
-        self._starting = call(self._actors, "start")
+            actor = EngineActor.options(**slots[0].options(KEEP_CHILDREN))  # type: ignore[attr-defined]
+            make = partial(actor.remote, config, index, gpus, several_hosts=self._several_hosts)
+            self._own.append(_OwnEngine(make, index))
+        self._starting = call([engine.actor for engine in self._own], "start")
 
     def start(self) -> list[str]:
         """Start every engine, unless `launch` has. Returns their URLs (or those of the external ones)."""
@@ -176,9 +177,8 @@ class Engines:
     def start_router(self, urls: list[str]) -> EngineService:
         """Start the router in front of `urls`, and watch over all from now on."""
         config = self._config
-        hosts = [_OwnEngine(actor, number) for number, actor in enumerate(self._actors)]
         self._upkeep = Upkeep(
-            hosts or [_ExternalEngine(url) for url in urls],
+            self._own or [_ExternalEngine(url) for url in urls],
             urls,
             make_router=partial(RouterProcess, config),
             give_weights=self._give_weights,
@@ -281,7 +281,7 @@ class Engines:
     def weight_checksums(self, numbers: Iterable[int] | None = None) -> list[dict[str, str]]:
         """Checksum of each tensor, by Hugging Face name, of engines that this run started (default: all that live)."""
         chosen = self.current() if numbers is None else numbers
-        return results(call([self._actors[number] for number in chosen if self._actors], "weight_checksums"))
+        return results(call([self._own[number].actor for number in chosen if self._own], "weight_checksums"))
 
     def stop_router(self) -> None:
         """End the router; never raises."""
@@ -290,5 +290,5 @@ class Engines:
 
     def close(self) -> None:
         """End all engines; never raises."""
-        actors, self._actors = self._actors, []
-        end("engines", actors, "stop")
+        own, self._own = self._own, []
+        end("engines", [engine.actor for engine in own], "stop")

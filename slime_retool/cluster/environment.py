@@ -10,7 +10,7 @@ PINNED_MEMORY = "pinned_use_cuda_host_register:True,pinned_num_register_threads:
 """Page-locks the host memory that a trainer's parts move to at 11 GiB/s instead of 2.5 (docs/performance.md)."""
 
 
-def trainer_environment(*, colocate: bool, kernel_cache_dir: str) -> dict[str, str]:
+def trainer_environment(*, colocate: bool, kernel_cache_dir: str | None) -> dict[str, str]:
     """Variables of every trainer on a GPU. What the user set for torch's allocator comes after ours, and so wins."""
     # Micro-batches differ in size, which leaves holes in memory of fixed segments. Segments that grow cannot be handed
     # to an engine by CUDA IPC in every container (it needs pidfd_getfd).

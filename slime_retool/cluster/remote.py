@@ -58,7 +58,7 @@ def death_of(actors: list[Any]) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
+    return str(error).strip().split("\n", 1)[0].rstrip(".")
 
 
 def end(what: str, actors: list[Any], method: str) -> None:

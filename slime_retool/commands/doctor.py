@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+
+from slime_retool.sandbox import Sandbox, SandboxPolicy, SandboxUnavailable
+from slime_retool.sandbox.host.policy import ISOLATION_LEVELS
 
 REQUIRED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "datasets", "aiohttp")
 OPTIONAL = ("transformer-engine", "flash-attn-4", "wandb", "tensorboard", "math-verify", "numpy", "sympy")
@@ -34,6 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = Path("/dev/shm")
     if shared.is_dir():
         print(f"{'/dev/shm free':<22}{shutil.disk_usage(shared).free / 1e9:.1f} GB")
+    for level in ISOLATION_LEVELS[:2]:
+        print(f"{f'sandbox {level}':<22}{asyncio.run(_sandbox(level))}")
     if missing:
         print(f"\n{missing} required package(s) missing: run `make install` (CPU) or pip install -e '.[gpu]'")
     return int(missing > 0)
+
+
+async def _sandbox(level: str) -> str:
+    """What shuts model-written code in here, by a sandbox of this level."""
+    try:
+        async with Sandbox(SandboxPolicy(isolation=level, packages=())) as box:
+            stats = await box.stats()
+    except SandboxUnavailable as error:
+        return f"not available: {error}"
+    one = "threads and pipes refused beyond their limit" if stats["asked"] else "threads counted 20 times a second"
+    group = stats["cgroup"]
+    total = f"no cgroup ({group})"
+    if isinstance(group, list):
+        total = f"a cgroup below {' and '.join(map(os.path.dirname, group))}"
+    return f"available; of a call, {one}; around all calls, {total}"

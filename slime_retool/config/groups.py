@@ -57,11 +57,10 @@ class ClusterArgs:
     )
     rollout_num_gpus_per_engine: int = flag(1, min=1, help="GPUs (tensor-parallel size) of one SGLang engine.")
     colocate: bool = flag(False, help="Train and generate on the same devices, in turns.")
-    kernel_cache_dir: str = flag(
-        "~/.cache/slime-retool/kernels",
-        metavar="DIR",
-        help="Kernels that trainers and engines compile for a GPU are kept here for the next start; a folder that only "
-        "you can write to.",
+    kernel_cache_dir: str | None = folder(
+        "Keep the kernels that trainers and engines compile for a GPU here, for the next start: a folder that only you "
+        "can write to (default: where each library keeps its own, and ~/.cache/slime-retool/kernels for those that "
+        "keep none)."
     )
     offload_train: bool | None = flag(
         None,

@@ -169,7 +169,7 @@ def _check_replay(config: Config) -> None:
     require(os.path.isdir(folder), f"--replay-rollouts: no such folder: {folder}")
     # A run that resumes nothing sets aside what it finds in --output-dir.
     require(
-        not any(_same_place(config.output_dir, part) for part in (folder, os.path.dirname(os.path.abspath(folder)))),
+        not any(_same_place(os.path.join(config.output_dir, part), folder) for part in ("", "rollouts")),
         f"--replay-rollouts {folder} is in this run's own --output-dir: name another --output-dir",
     )
 

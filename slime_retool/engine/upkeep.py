@@ -298,7 +298,7 @@ class Upkeep:
             elif member.state in (State.UP, State.SERVING) and (how := self._problem(member, closely)):
                 self._leave(member, how)
         alive = f"{self._router.url}/liveness"
-        if self._router.alive and closely and _refuses(alive):
+        if self._router.alive and closely and _takes_requests(alive) is False:
             _within(LAST_WORDS_SECONDS, lambda: not self._router.alive)
             self._router.stop()
         elif self._router.alive and self._hangs(self._router_watch, alive):
@@ -321,14 +321,15 @@ class Upkeep:
     def _problem(self, member: _Member, closely: bool) -> str | None:
         """What is wrong with a started engine, in words that follow its name."""
         how, suspicion = member.host.ended(), None
-        if how is None and closely and _refuses(f"{member.url}/health"):
+        takes = _takes_requests(f"{member.url}/health") if how is None and closely else True
+        if takes is False:
             suspicion = "refuses connections"
         # Asked for one token where it generates nothing else.
         elif how is None and member.state is State.SERVING and self._hangs(
             member.watch, f"{member.url}/health_generate"
         ):
             suspicion = f"generates nothing, although asked to (--engine-hang-timeout {self._hang_seconds:g})"
-        if suspicion is not None:
+        if suspicion is not None or not takes:  # one that dies may neither answer nor have ended yet
             _within(LAST_WORDS_SECONDS, lambda: member.host.ended() is not None)
             how = member.host.ended()
         return how or suspicion
@@ -397,7 +398,8 @@ class Upkeep:
         try:
             member.url, member.state = member.starting.result(), State.UP
         except SlimeRetoolError as error:
-            self._leave(member, f"did not start again ({error})")
+            # The rest is the end of its log.
+            self._leave(member, f"did not start again ({str(error).partition('; end of ')[0]})")
 
     def _join(self) -> None:
         """Give those that have started the current weights, where that can be now, and take them in."""
@@ -445,16 +447,21 @@ class Upkeep:
         self._faults += 1
 
 
-def _refuses(url: str) -> bool:
-    """Whether nobody listens, or a server that is going down. One that does not answer in time may only be busy."""
-    try:
-        with direct.open(url, timeout=2.0):
-            return False
-    except urllib.error.HTTPError as error:
-        return error.code == 503
-    except (OSError, HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return isinstance(reason, ConnectionRefusedError)
+def _takes_requests(url: str) -> bool | None:
+    """False where nobody listens, or a server that is going down; None where it does not answer in time."""
+    for _ in range(3):
+        try:
+            with direct.open(url, timeout=2.0):
+                return True
+        except urllib.error.HTTPError as error:
+            return error.code != 503
+        except (OSError, HTTPException) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(reason, ConnectionRefusedError):
+                return False
+            if not isinstance(reason, ConnectionError):
+                return None  # it may only be busy
+    return False  # it closes every connection
 
 
 def _within(seconds: float, true: Callable[[], bool]) -> None:

@@ -86,6 +86,7 @@ class RolloutManager:
         self._turns: OpenTurns | None = None
         """With --max-staleness: the engine, over weight updates."""
         self._stream: Stream | None = None
+        self._evaluating: concurrent.futures.Future[dict[str, float]] | None = None
         self._restored: dict[str, Any] | None = None
         """The open groups of a checkpoint, until the stream begins."""
 
@@ -125,10 +126,16 @@ class RolloutManager:
         return batch
 
     def evaluate(self, rollout_id: int = -1, *, resume: bool = False) -> dict[str, float]:
-        """Metrics of all evaluation sets, see `rollout.evaluate`."""
-        context = self._context if self._turns is None else self._context.with_engine(Aside(self._turns))
-        work = partial(evaluation.evaluate, context, self.eval_sets, rollout_id, resume=resume)
-        return self._call(self._work(work, context))
+        """Metrics of all evaluation sets, see `rollout.evaluate`. What `begin_evaluation` began is waited for."""
+        if self._evaluating is not None:
+            begun, self._evaluating = self._evaluating, None
+            return _wait(begun)
+        return self._call(self._evaluate(rollout_id, resume))
+
+    def begin_evaluation(self, rollout_id: int) -> None:
+        """Evaluate beside what is generated, with the engines' present weights: `evaluate` comes before the next
+        `hold`."""
+        self._evaluating = asyncio.run_coroutine_threadsafe(self._evaluate(rollout_id), self._loop)
 
     def held_out(self) -> dict[str, list[TrainSample]]:
         """The evaluation sets as SFT's validation data, see `rollout.held_out`; made once."""
@@ -241,6 +248,11 @@ class RolloutManager:
             )
         else:
             self._turns.engine = self._client
+
+    async def _evaluate(self, rollout_id: int, resume: bool = False) -> dict[str, float]:
+        context = self._context if self._turns is None else self._context.with_engine(Aside(self._turns))
+        work = partial(evaluation.evaluate, context, self.eval_sets, rollout_id, resume=resume)
+        return await self._work(work, context)
 
     def _open_stream(self) -> Stream:
         """The stream, begun at its first use, with the groups of a checkpoint."""

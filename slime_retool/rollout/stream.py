@@ -80,7 +80,6 @@ class Stream:
         self._running: set[OpenGroup] = set()
         self._kept: list[OpenGroup] = []
         """Complete groups that wait for their batch."""
-        self._dropped: list[OpenGroup] = []
         self._tally = Tally(config, 0)
         self._rejected: list[Group] = []
         """Groups that ended since the last hand-over and cannot be trained on."""
@@ -98,7 +97,7 @@ class Stream:
     async def next_batch(self, rollout_id: int) -> RolloutBatch:
         """The next batch of `rollout_batch_size` groups, for a trainer that holds the engine's weights.
 
-        With --offload-rollout nothing more is sent to the engine until `go_on`. Raises what `generate_rollout` does.
+        Raises what `generate_rollout` does. What is open goes on; nothing new is drawn before `go_on`.
         """
         self._draws = True
         self._tally.rollout_id = rollout_id
@@ -123,17 +122,7 @@ class Stream:
                 if self._pump_task.done():
                     await self._pump_task  # raises
                 bar.update(min(len(self._kept), self._target) - bar.n)
-        if self._config.offloads_rollout:
-            self._engine.hold()
         return await self._hand_over(rollout_id)
-
-    def hold(self) -> None:
-        """Send nothing more to the engine until `go_on`."""
-        self._engine.hold()
-
-    async def drained(self, seconds: float) -> bool:
-        """Whether no request is at the engine, now or within so many seconds."""
-        return await self._engine.places.empty(seconds)
 
     def go_on(self, version: int) -> None:
         """The engine holds weights `version`: go on with what was interrupted, and draw new groups."""

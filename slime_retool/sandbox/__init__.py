@@ -8,8 +8,8 @@
 
 One folder for each kind of process, each in pure Python (ctypes, no compiled extension):
 
-    host (the caller's, asyncio)  ->  broker (one process: time, output, status, kills)  ->  child (a zygote, and its
-    fork for every call or session)
+    host (the caller's, asyncio)  ->  broker (one process: time, output, status, kills; where folders need one, with a
+    keeper of them beside it)  ->  child (a zygote, and its fork for every call or session)
 
 `broker` and `child` are started by `boot.py` and import only the standard library and what is below them, so that a
 fork of the zygote is small. Nothing here imports torch or any other part of the training stack. docs/sandbox.md has

@@ -148,7 +148,10 @@ class CheckpointWriter:
         if first:
             for left_over in (*root.glob(f"iter_*{PART}"), *root.glob(f"iter_*{OLD}")):
                 shutil.rmtree(left_over, ignore_errors=True)
-            part.mkdir(parents=True)
+            try:
+                part.mkdir(parents=True)
+            except OSError as error:
+                raise _save_error(staged, part, str(error)) from error
         dist.barrier(self._group)
         self._write_tensors(staged, part)
         if first:

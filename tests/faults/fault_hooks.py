@@ -61,8 +61,11 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
         script.calls += 1
         if (action := script.at.get(script.calls)) is not None:
             await action()
-        result = await box.run(f"print({sample.index} * {turn + 1})")
-        if result.status is Status.UNAVAILABLE:
+        for _ in range(1 + args.tool_retries):
+            result = await box.run(f"print({sample.index} * {turn + 1})")
+            if result.status is not Status.UNAVAILABLE:
+                break
+        else:
             raise ToolUnavailable(result.error)
         sample.num_tool_calls += 1
         sample.append(list(result.stdout.encode()), log_probs=None)  # bytes are the tiny tokenizer's ids

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,10 @@ class Run:
         now = self.cluster.trainers.weight_checksums()
         assert self.cluster.engines.weight_checksums() == [now, now]
 
-    async def until_all_serve(self) -> None:
+    async def until_all_serve(self, faults: int = 0) -> None:
+        """Until both engines serve, and so many have left."""
         service = self.cluster.engines.service
-        while self.cluster.engines.others_run({}) and service.num_serving < 2:
+        while service.num_serving < 2 or service.faults < faults:
             await asyncio.sleep(0.1)
 
 
@@ -81,7 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     model = make_model(tmp_path_factory.mktemp("model"))
     values = rl_values(model, folder) | {
         "rollout_num_gpus": 2, "custom_generate_function_path": "faults.fault_hooks.generate",
-        "engine_hang_timeout": HANG_SECONDS, "max_engine_restarts": 5, "rollout_request_retries": 0,
+        "engine_hang_timeout": HANG_SECONDS, "rollout_request_retries": 0,
     }  # fmt: skip
     config: Config = engine_config(model / "hf", **values)
     config = resolve(config)
@@ -104,13 +106,14 @@ def test_conversations_of_an_engine_go_on_and_its_replacement_joins_in_the_same_
 ):
     """Every sample is whole and right; the replacement has answered some of them with the current weights."""
     old, log = run.cluster.engines.current()[1], run.folder / "logs" / "engine_1.log"
+    faults = run.cluster.engines.service.faults
     before: list[int] = []
 
     async def fault() -> None:
         send(old, number)
 
     async def wait() -> None:
-        await run.until_all_serve()
+        await run.until_all_serve(faults + 1)
         before.append(requests_served(log))
 
     batch = run.generate({5: fault, 30: wait})
@@ -154,12 +157,17 @@ def test_an_engine_that_dies_in_an_update_is_left_out_of_it_and_serves_after_the
     run.train(run.generate({20: run.until_all_serve}))
 
 
-def test_with_no_engine_left_the_rollout_waits_and_when_no_replacement_is_allowed_it_ends_in_one_line(run: Run):
+def test_with_no_engine_left_the_rollout_waits_and_when_no_replacement_is_allowed_it_ends_in_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    service = run.cluster.engines.service
+
     async def fault() -> None:
         for url in run.cluster.engines.current().values():
             send(url, signal.SIGKILL)
 
-    run.train(run.generate({5: fault}))  # the fourth and fifth replacement
-    with pytest.raises(ServerError, match="was ended by SIGKILL, and --max-engine-restarts 5 allows no further") as end:
+    run.train(run.generate({5: fault, 30: partial(run.until_all_serve, service.faults + 2)}))
+    monkeypatch.setattr(service, "_max_restarts", service.restarts)
+    with pytest.raises(ServerError, match=r"ended by SIGKILL, and --max-engine-restarts \d+ allows no further") as end:
         run.generate({5: fault})
     assert "\n" not in str(end.value)

@@ -39,7 +39,7 @@ def test_a_run_outlives_its_trainers_broker_and_scorer_and_nothing_outlives_the_
         custom_generate_function_path="faults.run_hooks.generate", custom_rm_path="faults.run_hooks.reward",
         loss_type="faults.run_hooks.FAULTY", reward_timeout=3, rollout_max_response_len=64,
     )  # fmt: skip
-    process, run = start([*arguments, "--dump-rollouts"])
+    process, run = start([*arguments, "--dump-rollouts", "--no-async-save"])
     output, _ = process.communicate(timeout=1000)
     assert process.returncode == -signal.SIGKILL, output
     assert_nothing_left(run)
@@ -52,14 +52,13 @@ def test_a_run_outlives_its_trainers_broker_and_scorer_and_nothing_outlives_the_
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
     rows = read_metrics(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
-    failed = [row.get(f"rollout/failed_{what}", 0) for row, what in zip(rows[1:], ("tool", "reward"), strict=True)]
-    assert failed[0] >= 0 and failed[1] == 1
+    assert [row["rollout/train_samples"] for row in rows] == [SAMPLES, SAMPLES, SAMPLES - 1]
+    assert rows[2]["rollout/failed_reward"] == 1
     for rollout, row in enumerate(rows):
         dumped = [json.loads(line) for line in (out / "rollouts" / f"rollout_{rollout:06d}.jsonl").open()]
         assert sorted(sample["index"] for sample in dumped) == [*range(rollout * SAMPLES, (rollout + 1) * SAMPLES)]
         usable = [sample for sample in dumped if sample["status"] == "completed"]
         assert len(usable) == row["rollout/train_samples"] and row["train/logprob_abs_diff"] < 1e-4
-        assert all(sample["error"] for sample in dumped if sample["status"] != "completed")
 
 
 def test_engines_that_start_do_not_outlive_the_driver(model: Path, tmp_path: Path):

@@ -22,17 +22,25 @@ from typing import Any
 
 from ..child import executor
 from ..wire import LENGTH
-from . import exchange, output, verdict
+from . import cgroup, exchange, output, verdict
+from .cgroup import Cgroup
 from .deadlines import Deadlines
-from .forks import Fatal, Forks
-from .link import ClientGone, Link
+from .folders import Folders
+from .forks import MAX_SETUP_FAILURES, Fatal, Forks
+from .link import Link, PeerGone
 from .loop import Loop
-from .records import Child, Job, Session
+from .oom import OomKills
+from .records import Child, Job, Kind, Session
+from .started import StartedCalls
 
 _PARENT_CHECK = 2.0
-_MAX_SETUP_FAILURES = 3
 _MAX_LOST = 10_000
-_LOST = {"zygote": "the sandbox's zygote ended", "cancelled": "a call in it was cancelled"}
+_CGROUP_SECONDS = 1.0
+_LOST = {
+    "zygote": "the sandbox's zygote ended",
+    "cancelled": "a call in it was cancelled",
+    "outside": "its process was ended from outside",
+}
 
 now = time.monotonic
 
@@ -45,45 +53,61 @@ class Broker:
         """Children may have started processes: a call has ended when these have."""
         self.heavy = re.compile(rf"\b(?:{'|'.join(map(re.escape, config['heavy']))})\b")
         self.counts: collections.Counter[str] = collections.Counter()
+        self.started = StartedCalls(config["started"])
         self.loop = Loop()
         self.loop.watch(client.fileno(), self._on_client)
         self.link = Link(client, self.loop)
-        self.forks = Forks(self.loop, config, self, self.counts)
+        self.oom_kills = OomKills()
+        self.cgroup: Cgroup | None = None
+        self.no_cgroup = ""
+        """Why there is none."""
+        try:
+            self.cgroup = Cgroup.make(config["name"], self.limits)
+        except OSError as error:
+            self.no_cgroup = str(error)
+        self.folders = Folders(
+            self.loop, config["folder"], self.limits, lambda child: child.kill("disk"), self.on_restart
+        )
+        self.forks = Forks(self.loop, config, self, self.folders, self.cgroup, self.counts)
         self.kinds = self.forks.kinds
         self.richest = self.kinds.get("packages", self.kinds["plain"])
         self.sessions: collections.OrderedDict[str, Session] = collections.OrderedDict()
         """Least recently used first."""
         self.lost: dict[str, str] = {}
         """Why the variables of a session are gone, by its name: later cells are refused, not run afresh."""
-        self.deadlines = Deadlines(self.limits, self.forks.work)
+        self.deadlines = Deadlines(self.limits, self.folders)
         self.jobs: dict[int, Job] = {}
         self.session_queue: collections.deque[Job] = collections.deque()
         self.running = 0
         self.parent = os.getppid()
 
     def run(self) -> None:
-        """Until the client is gone (ClientGone) or the sandbox cannot go on (Fatal)."""
-        for kind in self.kinds.values():
-            self.forks.start(kind)
+        """Until the client is gone (PeerGone) or the sandbox cannot go on (Fatal)."""
+        self.folders.ensure()
+        self.forks.start_all()
         housekeeping = now()
         while True:
             self.link.flush()
-            self.loop.poll(min(self.deadlines.next, housekeeping) - now())
+            retry = self.forks.next
+            self.loop.poll(min(self.deadlines.next, retry, housekeeping) - now())
             self.deadlines.run()
+            if now() >= retry:
+                self.forks.start_due()
+                self._pump()
             if now() >= housekeeping:
                 housekeeping = now() + self._keep_house()
 
     def _keep_house(self) -> float:
         """Seconds until the next round."""
         if os.getppid() != self.parent:
-            raise ClientGone
+            raise PeerGone
         lifetime = self.limits["session_idle"]
         for session in list(self.sessions.values()):
             if session.current is None and session.last_used <= now() - lifetime:
                 self._lose(session, f"it was idle for more than {lifetime:g} s")
-        most = self.limits["startup_timeout"]
-        if any(not kind.ready and now() - kind.started > most for kind in self.kinds.values()):
-            raise Fatal(f"the zygote did not start within {most:g} s")
+        self.forks.end_late(self.limits["startup_timeout"])
+        self.folders.ensure()
+        self.oom_kills.turn()
         self.deadlines.prune()
         return min(_PARENT_CHECK, max(0.05, lifetime / 4))
 
@@ -91,8 +115,15 @@ class Broker:
 
     def on_zygote_ready(self) -> None:
         if all(kind.ready for kind in self.kinds.values()):
-            self.link.send({"ready": True})
+            self.link.send({"ready": True, "cgroup": self.cgroup.folders if self.cgroup is not None else []})
         self._pump()
+
+    def on_restart(self, why: str) -> None:
+        self.link.send({"event": why})
+
+    def on_no_children(self, kind: Kind, why: str) -> None:
+        while kind.queue:
+            self._refuse(kind.queue.popleft(), why)
 
     def on_child_event(self, child: Child) -> None:
         """Its control socket can be read or written."""
@@ -154,12 +185,13 @@ class Broker:
         """Its wait status, CPU seconds and largest resident memory in bytes. It is released afterwards."""
         if child.job is not None and child.killed is None:
             self._read_last_words(child)
+        if child.job is not None and child.killed is None and not self.guarded and status == signal.SIGKILL:
+            child.killed = "oom" if self.oom_kills.take() else "outside"
         child.gone = True
         kind = child.kind
-        if kind.setup_failures >= _MAX_SETUP_FAILURES:
+        if kind.setup_failures >= MAX_SETUP_FAILURES:
             why = output.take(child.err, self.limits["max_output_bytes"], None)[0] or "no message"
-            while kind.queue:
-                self._refuse(kind.queue.popleft(), why)
+            self.on_no_children(kind, why)
         if child.job is not None:
             result = child.result or verdict.ended(child, child.job, status, cpu, rss, self.limits)
             self._finish(child, child.job, result)
@@ -173,7 +205,7 @@ class Broker:
 
     def _on_run(self, message: dict[str, Any]) -> None:
         name = message["session"]
-        job = Job(message["id"], message, None, now())
+        job = Job(message["id"], message, None, now() - message["waited"])
         self.jobs[job.id] = job
         if len(self.jobs) - self.running > self.limits["max_queue"]:
             return self._refuse(job, f"the queue is full ({self.limits['max_queue']} calls wait); send fewer at once")
@@ -268,6 +300,7 @@ class Broker:
 
     def _assign(self, job: Job, child: Child) -> None:
         self.running += 1
+        self.started.add(job.id)
         job.child, child.job = child, job
         child.to_send = memoryview(exchange.request(job, child, self.limits))
         job.cpu_before = child.cpu_seconds()
@@ -289,6 +322,7 @@ class Broker:
 
     def _finish(self, child: Child, job: Job, result: dict[str, Any]) -> None:
         """Answer the child's call."""
+        self.folders.forget(child)
         child.job = job.child = None
         child.received.clear()
         child.to_send = memoryview(b"")
@@ -346,6 +380,8 @@ class Broker:
             "children": len(self.forks.children),
             "idle": {name: len(kind.idle) for name, kind in self.kinds.items()},
             "counts": dict(self.counts),
+            "asked": all(kind.listener is not None for kind in self.kinds.values()),
+            "cgroup": self.cgroup.folders if self.cgroup is not None else self.no_cgroup,
         }
 
 
@@ -358,7 +394,7 @@ def main(fd: int) -> None:
     broker = Broker(client, config)
     try:
         broker.run()
-    except ClientGone:
+    except PeerGone:
         pass
     except Fatal as error:
         broker.link.say_last(error.reply)
@@ -370,3 +406,6 @@ def main(fd: int) -> None:
         broker.link.say_last(Fatal(f"a fault of the broker: {reason}").reply)
     finally:
         broker.forks.close()
+        broker.folders.close()
+        if broker.cgroup is not None:
+            cgroup.remove(broker.cgroup.folders, _CGROUP_SECONDS)

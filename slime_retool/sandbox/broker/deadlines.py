@@ -1,4 +1,4 @@
-"""Time, CPU and disk limits of running calls."""
+"""Time and CPU limits of running calls, and what the kernel does not limit by itself: see `_look`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import os
 import time
 from typing import Any
 
-from .records import Job
+from ..child import memory
+from .folders import Folders
+from .records import Child, Job
 
-_DISK_CHECK = 0.05
+_LOOK_EVERY = 0.05
 _MIN_CPU_CHECK = 0.01
 _MANY = 1024
+_PER_PAGE_OF_TABLES, _SLACK = 64, 4 << 20
+"""Page tables of memory that is not spread on purpose are far below one 64th of it."""
 
 
 class Deadlines:
-    """Kills the process of a call that passes a limit. `run` it when `next` is due.
+    """Kills the process of a call that passes a limit. `run` it when `next` is due."""
 
-    work: folder of the calls' working folders, where they are not file systems with bounds of their own.
-    """
-
-    def __init__(self, limits: dict[str, Any], work: str | None) -> None:
-        self._limits, self._work = limits, work
+    def __init__(self, limits: dict[str, Any], folders: Folders) -> None:
+        self._limits, self._folders = limits, folders
         self._heap: list[tuple[float, int, Job]] = []
         self._order = itertools.count()
 
@@ -39,7 +40,7 @@ class Deadlines:
         due = min(
             job.started + job.request["timeout"],
             at + max(_MIN_CPU_CHECK, left / (os.cpu_count() or 1)),
-            at + _DISK_CHECK if self._work is not None else float("inf"),
+            at + _LOOK_EVERY,
         )
         heapq.heappush(self._heap, (due, next(self._order), job))
 
@@ -54,9 +55,8 @@ class Deadlines:
                 child.kill("timeout")
             elif child.cpu_seconds() - job.cpu_before >= job.request["cpu"]:
                 child.kill("cpu")
-            elif self._work is not None and self._disk_exceeded(os.path.join(self._work, str(child.tag))):
-                child.kill("disk")
             else:
+                self._look(child, job)
                 self.arm(job, current)
 
     def prune(self) -> None:
@@ -65,19 +65,18 @@ class Deadlines:
             self._heap = [timer for timer in self._heap if timer[2].child is not None]
             heapq.heapify(self._heap)
 
-    def _disk_exceeded(self, folder: str) -> bool:
-        room, inodes = self._limits["max_disk_mb"] << 20, self._limits["max_inodes"]
-        folders = [folder]
-        while folders:
-            try:
-                with os.scandir(folders.pop()) as entries:
-                    for entry in entries:
-                        inodes -= 1
-                        room -= entry.stat(follow_symlinks=False).st_blocks * 512
-                        if entry.is_dir(follow_symlinks=False):
-                            folders.append(entry.path)
-                        if room < 0 or inodes < 0:
-                            return True
-            except OSError:
-                continue  # removed meanwhile
-        return False
+    def _look(self, child: Child, job: Job) -> None:
+        """Page tables, which RLIMIT_AS leaves out: with what it counts they are bounded by the memory limit and a bit.
+        Threads, where the kernel asks nobody about them. From here on, the files of the call."""
+        self._folders.watch(child)
+        try:
+            with open(f"/proc/{child.pid}/status", "rb", buffering=0) as file:
+                size, tables, threads = memory.usage(file.read(memory.STATUS_SIZE))
+        except OSError:
+            return  # it has ended
+        limit = (job.request["memory_mb"] or self._limits["memory_mb"]) << 20
+        used = min(limit, size - child.kind.address_space) + tables - child.kind.page_tables
+        if used > limit + limit // _PER_PAGE_OF_TABLES + _SLACK:
+            child.kill("memory")
+        elif child.kind.listener is None and threads > self._limits["max_threads"]:
+            child.kill("threads")

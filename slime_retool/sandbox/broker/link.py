@@ -1,4 +1,4 @@
-"""The broker's end of the socket to the client."""
+"""The broker's end of a socket to the client, or to another process of its own."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _CHUNK = 1 << 20
 _LAST_WORDS_SECONDS = 5
 
 
-class ClientGone(Exception):
+class PeerGone(Exception):
     """Nobody is there to answer to."""
 
 
 class Link:
     """Never blocks; what cannot be sent yet waits for the next `flush`."""
 
-    def __init__(self, client: socket.socket, loop: Loop) -> None:
-        self._socket, self._loop = client, loop
+    def __init__(self, peer: socket.socket, loop: Loop) -> None:
+        self._socket, self._loop = peer, loop
         self._received = Frames()
         self._to_send = bytearray()
-        client.setblocking(False)
+        peer.setblocking(False)
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Messages that are complete. Raises ClientGone."""
+        """Messages that are complete. Raises PeerGone."""
         try:
             data = self._socket.recv(_CHUNK)
         except BlockingIOError:
             return
         except ConnectionError as error:
-            raise ClientGone from error
+            raise PeerGone from error
         if not data:
-            raise ClientGone
+            raise PeerGone
         self._received.feed(data)
         while (message := self._received.take()) is not None:
             yield message
@@ -45,18 +45,22 @@ class Link:
         self._to_send += pack(message)
 
     def flush(self) -> None:
-        """Raises ClientGone."""
+        """Raises PeerGone."""
         try:
             while self._to_send:
                 del self._to_send[: self._socket.send(self._to_send)]
         except BlockingIOError:
             pass
         except ConnectionError as error:
-            raise ClientGone from error
+            raise PeerGone from error
         self._loop.want_write(self._socket.fileno(), bool(self._to_send))
 
+    def close(self) -> None:
+        self._loop.unwatch(self._socket.fileno())
+        self._socket.close()
+
     def say_last(self, message: dict[str, Any]) -> None:
-        """What was not sent yet and then `message`, if the client takes it within a few seconds."""
+        """What was not sent yet and then `message`, if the peer takes it within a few seconds."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(_LAST_WORDS_SECONDS)
             self._socket.sendall(self._to_send + pack(message))

@@ -43,9 +43,12 @@ class Session:
 class Child:
     tag: int
     kind: Kind
+    folder: str
+    """Name of its working folder, where it has one; nobody can guess it."""
     control: socket.socket
     out: int
     err: int
+    pid: int = -1
     pidfd: int = -1
     cpu_clock: int = 0
     ready: bool = False
@@ -83,10 +86,26 @@ class Kind:
     socket: socket.socket | None = None
     process: subprocess.Popen[bytes] | None = None
     ready: bool = False
+    ever_ready: bool = False
     started: float = 0.0
+    start_at: float = float("inf")
+    """When to start another one; on the clock of `time.monotonic`."""
+    late: bool = False
+    """Ended for taking too long to start."""
+    failed_starts: int = 0
+    """In a row."""
+    down_since: float = 0.0
+    """When the last one that was ready ended."""
+    deaths: collections.deque[float] = field(default_factory=collections.deque)
     address_space: int = 0
-    restarts: collections.deque[float] = field(default_factory=collections.deque)
+    page_tables: int = 0
+    """Bytes of it and of its page tables, with which a child begins."""
+    listener: int | None = None
+    """Where the kernel asks about its children's threads and pipes."""
     setup_failures: int = 0
+    """Children in a row that could not be made."""
+    fork_at: float = 0.0
+    """Not to ask for a child before."""
     starting: int = 0
     idle: collections.deque[Child] = field(default_factory=collections.deque)
     queue: collections.deque[Job] = field(default_factory=collections.deque)

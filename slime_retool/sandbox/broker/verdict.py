@@ -26,7 +26,11 @@ def completed(child: Child, job: Job, answer: dict[str, Any], limits: Limits) ->
 
 
 def ended(child: Child, job: Job, status: int, cpu: float, rss: int, limits: Limits) -> dict[str, Any]:
-    """The process ended without an answer, with this wait status."""
+    """The process ended without an answer, with this wait status.
+
+    SIGKILL that we did not send: the code cannot send it to itself (see `seccomp`), so it is an outage unless
+    `child.killed` says "oom".
+    """
     result = _collect(child, job, [None, None], cpu, limits)
     verdict, error, limit = _reason(child.killed, job, status, limits)
     if child.killed is None:
@@ -53,7 +57,11 @@ def _reason(killed: str | None, job: Job, status: int, limits: Limits) -> tuple[
         "timeout": ("timeout", f"TimeoutError: the code ran longer than {wall:g} s and was stopped", "wall"),
         "cpu": ("timeout", f"TimeoutError: the code used more than {cpu:g} s of CPU time and was stopped", "cpu"),
         "disk": ("killed", f"the code wrote more than {disk}", "disk"),
+        "memory": ("memory", "the code used more memory for page tables than its limit leaves", "memory"),
+        "threads": ("killed", f"the code started more than {limits['max_threads']} threads", "threads"),
         "protocol": ("killed", "the code interfered with the process that runs it and was stopped", None),
+        "oom": ("memory", "the kernel ended the process (SIGKILL): memory ran out", "memory"),
+        "outside": ("unavailable", f"{outage}the process was ended from outside (SIGKILL)", None),
         "zygote": ("unavailable", f"{outage}the zygote ended during the call", None),
         "cancelled": ("unavailable", f"{outage}cancelled", None),
         "closed": ("unavailable", f"{outage}the session was closed during the call", None),

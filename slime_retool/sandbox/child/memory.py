@@ -1,10 +1,11 @@
-"""What the zygote does to its memory so that its children write, and so copy, few of its pages."""
+"""What the zygote does to its memory so that its children write, and so copy, few of its pages; what a process uses."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
+import re
 import sys
 
 from .syscalls import libc
@@ -18,6 +19,22 @@ _SMALL = range(48, 513, 16)
 _MAX_PLUGS = 20_000
 _FRESH_RUN = 3072
 """Bytes of consecutive addresses that tell a fresh pool; pools are 4 KiB before Python 3.10 and 16 KiB since."""
+
+
+STATUS_SIZE = 4096
+_STATUS = re.compile(rb"VmSize:\s*(\d+) kB.*?VmPTE:\s*(\d+) kB.*?Threads:\s*(\d+)", re.DOTALL)
+
+
+def usage(status: bytes) -> tuple[int, int, int]:
+    """Bytes of address space, bytes of page tables and threads, by the text of a /proc/PID/status.
+
+    Zeros of a process that has ended.
+    """
+    found = _STATUS.search(status)
+    if found is None:
+        return 0, 0, 0
+    size, tables, threads = map(int, found.groups())
+    return size << 10, tables << 10, threads
 
 
 def make_immortal() -> None:

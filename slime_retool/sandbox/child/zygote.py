@@ -4,12 +4,14 @@ At isolation level `none` it shuts nothing in, and a guardian stands between it 
 processes, and the guardian ends them with it.
 
 It never holds code or results. Its control socket (SOCK_SEQPACKET) carries one JSON configuration in and one answer
-out, then `<I` tag with three descriptors per fork in; and out `F` tag with a pidfd, `X` tag status usage.
+out, with the filter's listener; then per fork `<I` tag and a folder's name with three descriptors in; and out `F` tag
+with a pidfd, `X` tag status usage, or `E` tag and an error number where the system lends no process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import importlib
@@ -39,10 +41,11 @@ from .syscalls import (
 
 FORKED = struct.Struct("<cI")
 EXITED = struct.Struct("<cIiddQ")
-TAG = struct.Struct("<I")
+FAILED = struct.Struct("<cIi")
+FORK = struct.Struct("<I32s")
 SETUP_FAILED = 99
 
-LAYERS = "user mount pid net ipc uts cgroup landlock seccomp capabilities rlimits freeze environment".split()
+LAYERS = "user mount pid net ipc uts cgroup landlock seccomp notify capabilities rlimits freeze environment".split()
 """All layers by name; tests switch one off to see what it stops. `freeze` and `environment` are the broker's."""
 _KEPT_AT_NONE = {"environment", "rlimits", "freeze"}
 
@@ -78,6 +81,7 @@ class Zygote:
         self.rules: landlock.Ruleset | None = None
         self.private_root = self.private and "mount" not in self.off
         self.private_pids = self.private and "pid" not in self.off
+        self.listener: int | None = None
         self.tags: dict[int, tuple[int, int]] = {}  # by pidfd: process id, tag
         self.epoll = select.epoll()
 
@@ -108,9 +112,10 @@ class Zygote:
         if "landlock" not in self.off:
             with _layer("landlock"):
                 self.rules = self._rules()
+            self.beside_work = self._beside_work()
         if "seccomp" not in self.off:
             with _layer("seccomp"):
-                seccomp.install(seccomp.stage1())
+                self._install_filter()
             self.child_filter = seccomp.stage2(1, private_root=True)
         if not self.private and "capabilities" not in self.off:
             drop_capabilities()
@@ -120,7 +125,15 @@ class Zygote:
         gc.freeze()
         gc.disable()
         memory.collapse(self.maps_file)
-        self.address_space = int(os.pread(self.size_file, 64, 0).split()[0]) * resource.getpagesize()
+        self.address_space, self.page_tables, _ = memory.usage(os.pread(self.status_file, memory.STATUS_SIZE, 0))
+
+    def _install_filter(self) -> None:
+        """Without a listener the broker looks now and then, by which time there may be more than it allows."""
+        if "notify" not in self.off:
+            with contextlib.suppress(OSError):
+                self.listener = seccomp.install_and_listen(seccomp.stage1(ask=True))
+                return
+        seccomp.install(seccomp.stage1(ask=False))
 
     def _enter_namespaces(self) -> None:
         as_root = os.geteuid() == 0
@@ -158,16 +171,21 @@ class Zygote:
 
     def _open_own_files(self) -> None:
         """While /proc is there; they are read after the packages are loaded."""
-        self.size_file, self.maps_file = (
-            os.open(f"/proc/self/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("statm", "maps")
+        self.status_file, self.maps_file = (
+            os.open(f"/proc/self/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("status", "maps")
         )
 
     def _build_root(self) -> str:
-        namespaces.make_private()
         packages: dict[str, str] = self.config["packages"]
         binds = [(path, path) for path in self.paths.readable]
         binds += [(path, f"{namespaces.PACKAGES}/{name}") for name, path in packages.items()]
-        links = [*self.paths.links, ("/tmp", namespaces.WORK)]
+        links = list(self.paths.links)
+        if not any(inside.startswith("/tmp/") for _, inside in binds):
+            links.append(("/tmp", namespaces.WORK))  # else it is a folder, and `tempfile` goes by TMPDIR
+        hidden = [path for path, inside in binds if f"{inside}/".startswith(f"{namespaces.WORK}/")]
+        if hidden:
+            raise LayerError(f"{hidden[0]} is needed, but {namespaces.WORK} is where a call's own files are", "paths")
+        namespaces.make_private()
         return namespaces.build_root(binds, self.paths.hidden, links)
 
     def _become_ordinary_user(self) -> None:
@@ -201,6 +219,25 @@ class Zygote:
             rules.allow(self.config["work"], landlock.READ_WRITE)
         return rules
 
+    def _beside_work(self) -> list[str]:
+        """Few paths that cover all readable ones and hold no call's folder."""
+        readable = (*self.paths.readable, *self.config["path"], *self.config["packages"].values())
+        tops = [path[: path.index("/", 1)] if path.count("/") > 1 else path for path in readable]
+        work = self.config["work"] or ""
+        return list(
+            dict.fromkeys(path if work.startswith(f"{top}/") else top for path, top in zip(readable, tops, strict=True))
+        )
+
+    def _confine_to(self, folder: str) -> None:
+        """A second set of rules, which can only take away: of all the calls' folders, just this one."""
+        rules = landlock.Ruleset()
+        for path in self.beside_work:
+            rules.allow(path, landlock.READ_ONLY | landlock.IOCTL_DEV)
+        rules.allow("/dev/null", landlock.WRITE | landlock.TRUNCATE)
+        rules.allow(folder, landlock.READ_WRITE)
+        rules.restrict_self()
+        os.close(rules.fd)
+
     # Forking.
 
     def serve(self) -> None:
@@ -222,22 +259,37 @@ class Zygote:
                 if fd in self.tags:
                     self._reap(fd)
                     continue
-                message, fds, _, _ = socket.recv_fds(self.control, TAG.size, 3)
+                message, fds, _, _ = socket.recv_fds(self.control, FORK.size, 3)
                 if not message:
                     return
-                self._fork(TAG.unpack(message)[0], fds)
+                tag, folder = FORK.unpack(message)
+                try:
+                    self._fork(tag, folder.decode(), fds)
+                except OSError as error:
+                    # The system is out of processes or descriptors; those that run go on.
+                    self.control.send(FAILED.pack(b"E", tag, error.errno or 0))
+                finally:
+                    for fd in fds:
+                        os.close(fd)
 
-    def _fork(self, tag: int, fds: list[int]) -> None:
+    def _fork(self, tag: int, folder: str, fds: list[int]) -> None:
+        if len(fds) != 3:
+            raise OSError(errno.EMFILE, "no descriptors left")
         if self.private_pids:
             namespaces.unshare(namespaces.NEWPID)
-        pid = raw_fork()
-        if pid == 0:
-            (self._become_guardian if self.bare else self._become_child)(tag, fds)
-        if self.private_pids:
-            namespaces.join_pid_namespace(self.own_pid_namespace)
-        for fd in fds:
-            os.close(fd)
-        pidfd = os.pidfd_open(pid)
+        try:
+            pid = raw_fork()
+            if pid == 0:
+                (self._become_guardian if self.bare else self._become_child)(tag, folder, fds)
+        finally:
+            if self.private_pids:
+                namespaces.join_pid_namespace(self.own_pid_namespace)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         self.tags[pidfd] = pid, tag
         self.epoll.register(pidfd, select.EPOLLIN)
         if not self.bare:
@@ -253,14 +305,14 @@ class Zygote:
     def _report_end(self, tag: int, status: int, usage: resource.struct_rusage) -> None:
         self.control.send(EXITED.pack(b"X", tag, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024))
 
-    def _become_guardian(self, tag: int, fds: list[int]) -> None:
+    def _become_guardian(self, tag: int, folder: str, fds: list[int]) -> None:
         """Fork the child, and end with it all that it started: orphans come to us. Never returns."""
         try:
             prctl(PR_SET_CHILD_SUBREAPER, 1)
             prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             pid = raw_fork()
             if pid == 0:
-                self._become_child(tag, fds)
+                self._become_child(tag, folder, fds)
             signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
             for fd in fds:
                 os.close(fd)
@@ -277,20 +329,20 @@ class Zygote:
         finally:
             os._exit(0)
 
-    def _become_child(self, tag: int, fds: list[int]) -> None:
+    def _become_child(self, tag: int, name: str, fds: list[int]) -> None:
         """Lock down and run what the broker sends. Never returns."""
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if self.bare:
                 os.setsid()  # signals to its own group reach nobody else
             self._arrange_descriptors(*fds)
-            folder = self._enter_work_folder(tag)
+            folder = self._enter_work_folder(name)
             if "rlimits" not in self.off:
                 self._set_limits()
             if self.rules is not None:
                 self.rules.restrict_self()
                 if not self.private_root:
-                    _confine_writes_to(folder)
+                    self._confine_to(folder)
                 os.close(self.rules.fd)
             if "capabilities" not in self.off:
                 drop_capabilities()
@@ -316,7 +368,7 @@ class Zygote:
         os.closerange(4, keep)
         os.closerange(keep + 1, 1 << 16)
 
-    def _enter_work_folder(self, tag: int) -> str:
+    def _enter_work_folder(self, name: str) -> str:
         if not self.private_pids:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.private_root:
@@ -324,7 +376,7 @@ class Zygote:
             namespaces.mount_scratch(self.limits["max_disk_mb"], self.limits["max_inodes"])
             folder = namespaces.WORK
         else:
-            folder = os.path.join(self.config["work"], str(tag))
+            folder = os.path.join(self.config["work"], name)
             os.mkdir(folder, 0o700)
             os.environ["HOME"] = os.environ["TMPDIR"] = folder
             sys.path.insert(0, folder)
@@ -388,29 +440,24 @@ def _readable_as(uid: int, paths: list[str]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def _confine_writes_to(folder: str) -> None:
-    """A second set of rules, which can only take away: of all the children's folders, just this one."""
-    rules = landlock.Ruleset()
-    rules.allow("/", landlock.READ_ONLY | landlock.IOCTL_DEV)
-    rules.allow("/dev/null", landlock.WRITE | landlock.TRUNCATE)
-    rules.allow(folder, landlock.READ_WRITE)
-    rules.restrict_self()
-    os.close(rules.fd)
-
-
 def main(fd: int) -> None:
     control = socket.socket(fileno=fd)
     zygote = Zygote(control, json.loads(control.recv(1 << 20)))
     answer: dict[str, Any]
+    fds: list[int] = []
     try:
         zygote.set_up()
-        answer = {"address_space": zygote.address_space}
+        answer = {"address_space": zygote.address_space, "page_tables": zygote.page_tables}
+        if zygote.listener is not None:
+            fds.append(zygote.listener)
     except LayerError as error:
         answer = dict(zip(("fatal", "layer"), error.args, strict=True))
     except Exception as error:
         answer = {"fatal": f"{type(error).__name__}: {error}", "layer": "environment"}
     with contextlib.suppress(OSError):
-        control.send(json.dumps(answer).encode())
+        socket.send_fds(control, [json.dumps(answer).encode()], fds)
+    for own in fds:
+        os.close(own)
     if "fatal" in answer:
         os._exit(3)
     zygote.serve()

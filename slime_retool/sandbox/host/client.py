@@ -6,8 +6,9 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import logging
 import os
-import shutil
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,11 +18,15 @@ import tempfile
 from typing import Any
 
 from slime_retool.sandbox.boot import command
+from slime_retool.sandbox.broker import cgroup, trees
+from slime_retool.sandbox.broker.started import StartedCalls
 from slime_retool.sandbox.child.environment import package_folders
 from slime_retool.sandbox.child.namespaces import WORK
 from slime_retool.sandbox.child.syscalls import AUDIT_ARCH, MACHINE
 from slime_retool.sandbox.host.policy import SandboxPolicy, SandboxUnavailable
 from slime_retool.sandbox.wire import Frames, pack
+
+logger = logging.getLogger(__name__)
 
 _START_GRACE = 30.0
 _EXIT_SECONDS = 10.0
@@ -48,6 +53,7 @@ _ADVICE = {
         "or take them out of SandboxPolicy.packages."
     ),
 }
+_ADVICE["paths"] = f"Install the interpreter and its packages outside {WORK}, or choose isolation 'landlock'."
 _ADVICE["mount namespace"] = _ADVICE["user and other namespaces"]
 
 
@@ -67,6 +73,10 @@ def _environment(private_root: bool) -> dict[str, str]:
     }
 
 
+class NotStarted(Exception):
+    """The broker ended before the call began: another one can run it."""
+
+
 class JailClient(asyncio.Protocol):
     """Starts a broker and talks to it. `off`: layers to leave out, for tests that show what each one stops."""
 
@@ -74,10 +84,16 @@ class JailClient(asyncio.Protocol):
         self._policy, self._off = policy, off
         self._private_root = policy.isolation == "namespaces" and "mount" not in off
         self._folder: str | None = None
+        self._cgroup: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[None] | None = None
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[dict[str, Any]], str | None]] = {}
+        """Futures of calls, and their sessions."""
+        self.sessions: set[str] = set()
+        """Those that have begun here: they end with the broker."""
+        self._started = StartedCalls.create()
+        """Those that run, or have run, by the broker's own note: it outlives the broker."""
         self._received = Frames()
         self._to_send: collections.deque[bytes] = collections.deque()
         self._reading = self._writing = False
@@ -102,7 +118,7 @@ class JailClient(asyncio.Protocol):
             with theirs:
                 self._process = subprocess.Popen(
                     start,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), self._started.fd],
                     cwd="/",
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -154,6 +170,9 @@ class JailClient(asyncio.Protocol):
             "heavy": modules,
             "pool": min(policy.concurrency, policy.prefork),
             "limits": dataclasses.asdict(policy),
+            "folder": self._folder,
+            "started": self._started.fd,
+            "name": f"slime-retool-sandbox-{secrets.token_hex(8)}",
         }
 
     def _make_folder(self, packages: dict[str, str]) -> tuple[str, str]:
@@ -164,22 +183,26 @@ class JailClient(asyncio.Protocol):
             what = f"the sandbox needs a folder under {tempfile.gettempdir()}: {error}; set TMPDIR"
             raise SandboxUnavailable(what) from error
         os.chmod(self._folder, 0o711)
-        links, work = os.path.join(self._folder, "packages"), os.path.join(self._folder, "work")
-        os.mkdir(links, 0o755)
-        os.mkdir(work, 0o711)
+        links, work, trash = (os.path.join(self._folder, name) for name in ("packages", trees.WORK, trees.TRASH))
+        for path, mode in ((links, 0o755), (work, 0o711), (trash, 0o700)):
+            os.mkdir(path, mode)
         for name, path in packages.items():
             os.symlink(path, os.path.join(links, name))
         return links, work
 
     async def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The broker's answer. Cancelling the caller ends the call. Raises SandboxUnavailable when the broker ended."""
+        """The broker's answer. Cancelling the caller ends the call.
+
+        Raises SandboxUnavailable when the broker ended while the call ran, NotStarted when it had not begun.
+        """
         if not self.alive:
             raise SandboxUnavailable(self.failure or "the sandbox's broker is not running")
         self._count += 1
         identity = self._count
         future = asyncio.get_running_loop().create_future()
+        self._started.clear(identity)
         self._write(message | {"id": identity})
-        self._waiting[identity] = future
+        self._waiting[identity] = future, message.get("session")
         try:
             return await future
         except asyncio.CancelledError:
@@ -188,6 +211,7 @@ class JailClient(asyncio.Protocol):
             raise
 
     def close_session(self, name: str) -> None:
+        self.sessions.discard(name)
         if self.alive:
             self._write({"op": "close", "session": name})
 
@@ -209,8 +233,11 @@ class JailClient(asyncio.Protocol):
                 await asyncio.to_thread(self._process.wait)
         if self._ending is not None:
             await self._ending
+        self._started.close()
+        if self._cgroup:  # of a broker that was killed
+            await asyncio.to_thread(cgroup.remove, self._cgroup, trees.REMOVE_SECONDS)
         if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, True)
+            await asyncio.to_thread(trees.remove_tree, self._folder, trees.REMOVE_SECONDS)
 
     def _write(self, message: dict[str, Any]) -> None:
         self._to_send.append(pack(message))  # what JSON cannot hold is refused here, where the caller is
@@ -249,10 +276,15 @@ class JailClient(asyncio.Protocol):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, _EXIT_SECONDS)
             self.failure = f"the sandbox's broker ended ({_how(self._process.returncode)})"
-        unavailable = SandboxUnavailable(self.failure)
-        for future in (self._ready, *self._waiting.values()):
-            if future is not None and not future.done():
-                future.set_exception(unavailable)
+        assert self._ready is not None
+        if not self._ready.done():
+            self._ready.set_exception(SandboxUnavailable(self.failure))
+        for identity, (future, session) in self._waiting.items():
+            started = identity in self._started
+            if started and session is not None:
+                self.sessions.add(session)
+            if not future.done():
+                future.set_exception(SandboxUnavailable(self.failure) if started else NotStarted(self.failure))
         self._waiting.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -277,12 +309,17 @@ class JailClient(asyncio.Protocol):
     def _on_message(self, message: dict[str, Any]) -> None:
         if "fatal" in message:
             self.failure = _explain(self._policy.isolation, message["fatal"], message["layer"])
+        elif "event" in message:
+            logger.warning("sandbox: %s", message["event"])
         elif "ready" in message:
             assert self._ready is not None
+            self._cgroup = message["cgroup"]
             with contextlib.suppress(asyncio.InvalidStateError):
                 self._ready.set_result(None)
         else:
-            future = self._waiting.pop(message["id"], None)
+            future, session = self._waiting.pop(message["id"], (None, None))
+            if session is not None and message["status"] != "unavailable":
+                self.sessions.add(session)
             if future is not None and not future.done():
                 future.set_result(message)
 

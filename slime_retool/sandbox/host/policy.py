@@ -83,6 +83,8 @@ class SandboxPolicy:
     max_inodes: int = 1024
     """Files and folders of one call or session."""
     max_open_files: int = 64
+    max_threads: int = 128
+    """Threads at once of one call or session; a further one fails to start. Not at level `none`."""
     concurrency: int = 16
     """Calls that run at once; further ones wait, and waiting is not counted as run time."""
     max_queue: int = 4096
@@ -99,7 +101,8 @@ class SandboxPolicy:
     """RLIMIT_NPROC, only at level `none` (elsewhere a call is one process). The kernel counts all processes and threads
     of the user, not of the call, and does not limit root."""
     startup_timeout: float = 60.0
-    """Seconds the interpreter may take to start; beyond that the machine is out of order (`unavailable`)."""
+    """Seconds the interpreter may take to start, or to start again with tries that fail; beyond that the machine is out
+    of order (`unavailable`)."""
 
     def __post_init__(self) -> None:
         if self.isolation not in ISOLATION_LEVELS:
@@ -132,8 +135,8 @@ class Result:
     truncated: bool = False
     """Output was longer than kept."""
     limit: str | None = None
-    """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files` or `output` (which
-    alone does not stop a call)."""
+    """The limit that was reached, if any: `wall`, `cpu`, `memory`, `disk`, `file_size`, `open_files`, `threads` or
+    `output` (which alone does not stop a call)."""
     exit_code: int | None = None
     """Where the code ended itself: what it gave to `sys.exit` or `os._exit`, or -N for a crash by signal N."""
     files: Mapping[str, bytes] = field(default_factory=dict)

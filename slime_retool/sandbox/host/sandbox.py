@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from slime_retool.errors import ConfigError
-from slime_retool.sandbox.host.client import JailClient
+from slime_retool.sandbox.host.client import JailClient, NotStarted
 from slime_retool.sandbox.host.policy import Result, SandboxPolicy, SandboxUnavailable, Status, check_limit
 
 logger = logging.getLogger(__name__)
 
 _SEED_BITS = 64
+_MAX_BROKERS = 20
+"""That a waiting call goes through: it may itself be what ends them."""
 
 _NO_ISOLATION = (
     "SANDBOX ISOLATION IS OFF (isolation='none'): code that a model writes runs as this user, can read what this user "
@@ -27,7 +30,8 @@ class Sandbox:
     """Runs snippets of Python, each in a fresh process, or cells of sessions whose variables persist.
 
     `run` never raises for what the code does or for an outage (status `unavailable`). Leaving the `async with` block
-    ends calls still running and removes every file they left. A broker that ended is replaced at the next call.
+    ends calls still running and removes every file they left. A broker that ended is replaced, and calls that had not
+    begun are run by the next one.
     """
 
     def __init__(self, policy: SandboxPolicy | None = None, *, _without: frozenset[str] = frozenset()) -> None:
@@ -36,7 +40,6 @@ class Sandbox:
         self._without = _without
         self._client: JailClient | None = None
         self._starting = asyncio.Lock()
-        self._open_sessions: set[str] = set()
         self._lost_sessions: set[str] = set()
 
     async def __aenter__(self) -> Sandbox:
@@ -94,14 +97,22 @@ class Sandbox:
             "echo": echo,
         }
         try:
-            client = await self._running_client()
-            if _session is not None:
-                if _session in self._lost_sessions:
-                    raise SandboxUnavailable(f"session {_session!r} is lost: the sandbox's broker ended")
-                self._open_sessions.add(_session)
-            return _result(await client.call(message))
+            return _result(await self._call(message))
         except SandboxUnavailable as error:
             return Result(Status.UNAVAILABLE, error=f"sandbox unavailable: {error}")
+
+    async def _call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer of a broker: of the next one when a broker ended before the call began."""
+        arrived = time.monotonic()
+        for _ in range(_MAX_BROKERS):
+            client = await self._running_client()
+            if message.get("session") in self._lost_sessions:
+                raise SandboxUnavailable(f"session {message['session']!r} is lost: the sandbox's broker ended")
+            try:
+                return await client.call(message | {"waited": time.monotonic() - arrived})
+            except NotStarted as error:
+                reason = str(error)
+        raise SandboxUnavailable(f"{_MAX_BROKERS} brokers ended before the call began: {reason}")
 
     def session(self, name: str) -> Session:
         """The session called `name`; it begins with its first cell."""
@@ -111,7 +122,7 @@ class Sandbox:
 
     async def stats(self) -> dict[str, Any]:
         """Numbers of running and waiting calls, sessions and processes, and how calls ended so far."""
-        return (await (await self._running_client()).call({"op": "stats"}))["stats"]
+        return (await self._call({"op": "stats"}))["stats"]
 
     async def _running_client(self) -> JailClient:
         if self._client is not None and self._client.alive:
@@ -121,13 +132,12 @@ class Sandbox:
                 raise SandboxUnavailable("the sandbox is closed: make calls inside `async with Sandbox(...)`")
             if not self._client.alive:
                 logger.warning("%s; another one is started", self._client.failure)
-                self._lost_sessions |= self._open_sessions
+                self._lost_sessions |= self._client.sessions
                 await self._client.close()
                 self._client = await JailClient(self.policy, self._without).start()
             return self._client
 
     def _close_session(self, name: str) -> None:
-        self._open_sessions.discard(name)
         self._lost_sessions.discard(name)
         if self._client is not None:
             self._client.close_session(name)

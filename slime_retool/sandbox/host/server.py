@@ -96,17 +96,15 @@ class _Server:
         policy = self._policy
         room = _ESCAPED * policy.max_code_bytes + 2 * (policy.max_disk_mb << 20)
         app = web.Application(client_max_size=room)
-        app.router.add_post("/run_code", self._run_code)
-        app.router.add_get("/v1/ping", self._ping)
+        app.router.add_post("/run_code", self._run_code, expect_handler=_expect)
+        app.router.add_get("/v1/ping", _ping, expect_handler=_expect)
+        app.router.add_route("*", "/{path:.*}", _not_found, expect_handler=_expect)
         app.cleanup_ctx.append(self._sandbox)
         return app
 
     async def _sandbox(self, _: web.Application) -> AsyncIterator[None]:
         async with self._box:
             yield
-
-    async def _ping(self, _: web.Request) -> web.Response:
-        return web.json_response("pong")
 
     async def _run_code(self, request: web.Request) -> web.Response:
         try:
@@ -118,7 +116,7 @@ class _Server:
             return web.json_response({"detail": why}, status=status)
         except web.HTTPRequestEntityTooLarge as error:
             return web.json_response({"detail": error.text}, status=413)
-        except BadRequest as error:
+        except (BadRequest, web.RequestPayloadError) as error:
             return web.json_response({"detail": str(error)}, status=422)
         return web.json_response(to_response(await self._box.run(**arguments, echo=False)))
 
@@ -159,10 +157,29 @@ class _Server:
         }
 
 
+async def _ping(_: web.Request) -> web.Response:
+    return web.json_response("pong")
+
+
+async def _not_found(_: web.Request) -> web.Response:
+    return web.json_response({"detail": "there are POST /run_code and GET /v1/ping"}, status=404)
+
+
+async def _expect(request: web.Request) -> web.Response | None:
+    """aiohttp's own fails on what is no text."""
+    if request.headers["Expect"].lower() != "100-continue":
+        return web.json_response({"detail": "Expect may only be 100-continue"}, status=417)
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
+    return None
+
+
 def _check_kind(request: web.Request) -> None:
     """A page can send a form to any address; JSON, only where the server agrees. Raises Refused."""
     if request.content_type != "application/json":
         raise Refused(415, f"Content-Type must be application/json, got {request.content_type[:_SHOWN]}")
+    if "Content-Encoding" in request.headers:
+        raise Refused(415, "the body must not be compressed")
     charset = request.charset or "utf-8"
     if charset.lower() not in ("utf-8", "utf8", "us-ascii", "ascii"):
         raise Refused(422, f"the body must be in UTF-8, got {charset[:_SHOWN]}")
