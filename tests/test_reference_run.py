@@ -347,12 +347,13 @@ class TestCollect:
         assert "data/1.5b/answers.jsonl" in names and "data/1.5b/outcomes.jsonl" in names
 
 
-@pytest.mark.skipif(not (ROOT / "docs" / "results").exists(), reason="no run has been measured yet")
 def test_committed_results_are_what_the_report_makes_of_their_files() -> None:
     """docs/results holds nothing that is not made from docs/results/data."""
     results = ROOT / "docs" / "results"
     for name, text in tables.report(results).items():
         assert (results / name).read_text(encoding="utf-8") == text, name
+    readme = ROOT / "README.md"
+    assert tables.readme_lines(results, readme) == readme.read_text(encoding="utf-8")
 
 
 class TestScript:
