@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from megatron_bridge import convert
 from megatron_bridge.checkpoint import checkpoint_name, latest_iteration, write_latest
@@ -556,3 +557,17 @@ def test_a_write_that_fails_ends_the_run_and_keeps_the_old_checkpoints(tmp_path,
         loop(tmp_path, parts, num_rollout=9, save_interval=2, save_keep=1, save_hf=None).run()
     assert parts.events == [0, 1, "save 1", 2, 3, "save 3"]
     assert (tmp_path / "new" / checkpoint_name(1)).exists()
+
+
+def test_the_bar_says_which_phase_the_loop_is_in(tmp_path: Path, monkeypatch):
+    shown: list[str] = []
+
+    class Bar(tqdm):
+        def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
+            shown.append(desc or "")
+
+    monkeypatch.setattr("slime_retool.train.tqdm", Bar)
+    values = {"num_rollout": 1, "save_hf": None, "rollout_num_gpus": 1, "eval_interval": 1}
+    loop(tmp_path, SavingParts(tmp_path / "new"), skip_eval_before_train=True, **values).run()
+    phases = ["generate", "offload", "trainers", "save", "sync", "offload", "sync", "offload", "evaluation"]
+    assert shown == phases

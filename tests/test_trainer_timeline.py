@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from trainer_utils import make_trainer, random_samples, sharpen, tiny_config, we
 
 from benchmarks.check_trace import problems
 from slime_retool.trace import RankSpans, Trace, units_of
+from slime_retool.trainer.timeline import Timeline
 from slime_retool.types import RolloutBatch
 
 
@@ -67,3 +69,42 @@ def test_every_micro_batch_is_recorded_within_its_phase_and_training_stays_the_s
         outputs = {"outputs": passes["forward"]} if last else {}
         assert passes == Counter({"pass": 1, "forward": passes["forward"], **outputs})
         assert all(span["tokens"] > 0 for span in spans.host if span["name"] in ("forward", "backward", "loss"))
+
+
+def test_a_gpus_work_is_timed_by_events_in_its_stream(monkeypatch) -> None:
+    """The stream is behind the host, which asks for all of it at once; the last event ends when the host knows so."""
+    stream, host = [100.0], [50.0]
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = stream[0]
+
+        def elapsed_time(self, later: Event) -> float:
+            return (later.at - self.at) * 1000
+
+    def synchronize() -> None:
+        host[0] = 60.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr("slime_retool.trainer.timeline.time", SimpleNamespace(time=lambda: host[0]))
+    timeline = Timeline(torch.device("cuda", 0))
+    with timeline.work("before anything is recorded"):
+        pass
+    timeline.record()
+    with timeline.work("forward", tokens=7):
+        stream[0] += 2
+    stream[0] += 1
+    with timeline.work("loss"):
+        stream[0] += 0.5
+    with timeline.span("train"):
+        pass
+    spans = timeline.take()
+    assert [span["name"] for span in spans.host] == ["train"]
+    assert spans.device == [
+        {"name": "forward", "start": 56.5, "seconds": 2.0, "status": "ok", "tokens": 7},
+        {"name": "loss", "start": 59.5, "seconds": 0.5, "status": "ok"},
+    ]
