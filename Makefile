@@ -27,7 +27,7 @@ help:
 	@echo "make chaos-soak        RL of the tiny model while its processes are killed at random (SEED=1, SOAK_FLAGS=...)"
 	@echo "make recipes-tiny      every launch script of examples/retool with a tiny model on this machine"
 	@echo "make test              lint, types and tests (TESTS=tests/test_x.py for some of them, WORKERS=2 at once)"
-	@echo "make test-browser      the viewer's page in a real Chromium (needs the extra \"browser\" and a chromium)"
+	@echo "make test-browser      the viewer's page in a real Chromium (needs one: apt install chromium)"
 	@echo "make screenshots       the same, and its pictures into docs/images"
 	@echo "make docs              the documentation as a site, outputs/site/index.html; broken links are errors"
 	@echo "make sandbox-chaos     10,000 calls by 256 callers while the sandbox's own processes are killed at random"
@@ -53,10 +53,15 @@ lint: $(STAMP)
 test: $(STAMP) lint
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
-test-browser: $(STAMP)
-	$(PY) -m pytest tests/browser -s
+# Into the same environment, which does without it otherwise. The browser itself is the system's.
+$(VENV)/.browser: requirements/browser.lock $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/browser.lock
+	touch $@
 
-screenshots: $(STAMP)
+test-browser: $(VENV)/.browser
+	$(PY) -m pytest tests/browser -s $(BROWSER_FLAGS)
+
+screenshots: $(VENV)/.browser
 	$(PY) -m pytest tests/browser -s --screenshots docs/images
 
 # An environment of its own: none of it is needed to run, test or read the pages.
@@ -106,6 +111,8 @@ lock:
 	echo 'sglang==0.5.15.post1' >> requirements/cpu.lock
 	uv pip compile --universal --python-version 3.10 --no-annotate --no-header requirements/docs.in \
 	  -o requirements/docs.lock
+	uv pip compile --universal --python-version 3.10 --no-annotate --no-header requirements/browser.in \
+	  -o requirements/browser.lock
 	uv pip compile --python-version 3.12 --no-annotate --no-header --extra gpu setup.py -o requirements/gpu.lock
 
 clean:

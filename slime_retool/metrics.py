@@ -119,13 +119,8 @@ class PrometheusTracker:
 
     def __init__(self, port: int, meaning: Callable[[str], str]) -> None:
         """`meaning`: of a metric, its help text. Raises ConfigError where the port cannot be had."""
-        try:
-            import prometheus_client
-        except ImportError as error:
-            raise ConfigError(
-                "--prometheus-port needs the package prometheus-client, which is not installed: "
-                "pip install prometheus-client"
-            ) from error
+        import prometheus_client
+
         self._meaning, self._gauge = meaning, prometheus_client.Gauge
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}

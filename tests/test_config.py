@@ -479,6 +479,18 @@ def test_a_schedule_over_epochs_is_checked_once_their_length_is_known(run_args):
         with_num_rollout(config, 12)
 
 
+@pytest.mark.parametrize(
+    ("flags", "package"),
+    [({"--use-tensorboard": None}, "tensorboard"), ({"--prometheus-port": "9400"}, "prometheus-client")],
+)
+def test_a_tracker_whose_package_is_missing_is_named(flags, package, run_args, monkeypatch):
+    module = package.replace("-", "_")
+    checks = sys.modules["slime_retool.config.validate"]  # the package has a function of this name
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == module else object())
+    with pytest.raises(ConfigError, match=f"^{next(iter(flags))}: not installed; pip install {package}$"):
+        checked(run_args | flags)
+
+
 def test_a_profiled_rollout_is_one_of_the_runs(run_args):
     checked(run_args | {"--num-rollout": "3", "--profile-rollout": "2"})
     with pytest.raises(ConfigError, match="--profile-rollout 3 is none of the run's 3 rollouts, which count from 0"):

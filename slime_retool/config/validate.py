@@ -317,8 +317,10 @@ def _check_trackers(config: Config) -> None:
     for flag, used, package in (
         ("--use-tensorboard", config.use_tensorboard, "tensorboard"),
         ("--use-wandb", config.use_wandb, "wandb"),
+        ("--prometheus-port", config.prometheus_port is not None, "prometheus-client"),
     ):
-        require(not used or find_spec(package) is not None, f"{flag}: not installed; pip install {package}")
+        there = find_spec(package.replace("-", "_")) is not None
+        require(not used or there, f"{flag}: not installed; pip install {package}")
     mode = config.wandb_mode or os.environ.get("WANDB_MODE", "online")
     if config.use_wandb and mode == "online" and config.wandb_key is None:
         import wandb
