@@ -45,6 +45,11 @@ def log_probs_of(model: Path, rows: list[dict[str, Any]]) -> dict[int, torch.Ten
     return found
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Random text holds line separators of other kinds than the file's own."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_generation_goes_on_across_updates(layout: str, model: Path, tmp_path: Path):
     values = {
@@ -69,13 +74,13 @@ def test_generation_goes_on_across_updates(layout: str, model: Path, tmp_path: P
     assert continued > 0
     # In turns the engine's cache is gone: at least the prompts are read again. Side by side it is kept.
     assert reread > 10 * continued if layout == "in turns" else reread <= 2 * continued
-    evaluated = map(json.loads, (tmp_path / "out" / "eval" / "small_000001.jsonl").read_text().splitlines())
+    evaluated = read_lines(tmp_path / "out" / "eval" / "small_000001.jsonl")
     assert {v for row in evaluated for v in row["token_versions"]} == {3}
 
     rows = [
-        (step, json.loads(line))
+        (step, row)
         for step in range(STEPS)
-        for line in (tmp_path / "out" / "rollouts" / f"rollout_{step:06d}.jsonl").read_text().splitlines()
+        for row in read_lines(tmp_path / "out" / "rollouts" / f"rollout_{step:06d}.jsonl")
     ]
     indices = [row["index"] for _, row in rows]
     assert len(indices) == len(set(indices)) == STEPS * 16

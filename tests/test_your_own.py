@@ -13,6 +13,7 @@ import pytest
 from tool_helpers import ScriptedEngine, tokenizer
 
 from slime_retool.config import Config
+from slime_retool.metrics import read_metrics
 from slime_retool.protocols import load_function
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.types import Sample, SampleStatus
@@ -81,3 +82,18 @@ def test_every_step_up_to_training_runs_and_every_training_command_is_accepted(t
             run(block, tmp_path)
     check_rows(tmp_path)
     assert not (tmp_path / "sft").exists() and not (tmp_path / "rl").exists()
+
+
+def test_the_whole_page_runs_and_the_curve_rises(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    for language, block in BLOCKS:
+        if language == "bash":
+            run(block, tmp_path)
+    check_rows(tmp_path)
+    losses, accuracy, calls = (
+        [row[name] for row in read_metrics(tmp_path / folder / "metrics.jsonl")]
+        for folder, name in (("sft", "train/loss"), ("rl", "rollout/accuracy"), ("rl", "rollout/tool_calls_mean"))
+    )
+    assert len(losses) == 100 and losses[0] > 5 and losses[-1] < 0.1
+    assert len(accuracy) == 12 and sum(accuracy[-4:]) > sum(accuracy[:4]) and min(calls) > 0
+    assert (tmp_path / "page" / "index.html").is_file()

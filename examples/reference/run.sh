@@ -454,9 +454,12 @@ everything() {
     evaluate
     sft
   else
-    # The base model is measured while traces are made and learned.
-    (use_gpu 2; evaluate) & local measuring=$!
+    # The base model is measured while traces are made, on a GPU of its own, else while they are learned: servers that
+    # start together on one GPU count each other's memory.
+    local measuring=""
+    if (( ${#GPUS[@]} > 2 )); then (use_gpu 2; evaluate) & measuring=$!; fi
     (use_gpu 0; traces)
+    if [[ -z "${measuring}" ]]; then (use_gpu 1; evaluate) & measuring=$!; fi
     (use_gpu 0; sft)
     wait "${measuring}" || say "the base model was not measured; the same command does it later"
   fi
