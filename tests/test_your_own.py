@@ -95,5 +95,5 @@ def test_the_whole_page_runs_and_the_curve_rises(tmp_path: Path) -> None:
         for folder, name in (("sft", "train/loss"), ("rl", "rollout/accuracy"), ("rl", "rollout/tool_calls_mean"))
     )
     assert len(losses) == 100 and losses[0] > 5 and losses[-1] < 0.1
-    assert len(accuracy) == 12 and sum(accuracy[-4:]) > sum(accuracy[:4]) and min(calls) > 0
+    assert len(accuracy) == 24 and sum(accuracy[-6:]) > sum(accuracy[:6]) and min(calls) > 0
     assert (tmp_path / "page" / "index.html").is_file()
