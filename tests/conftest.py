@@ -1,6 +1,9 @@
-"""The order of the test files."""
+"""The order of the test files; and modules that a test wrote are gone after it."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,3 +19,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: one that starts last would run alone, with the other workers idle."""
     rank = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.fixture(autouse=True)
+def forget_written_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Several pages and tests write a `my_task.py`: one must not find another's."""
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(written):
+            del sys.modules[name]

@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -281,7 +280,6 @@ def test_the_task_of_the_readme_loads_and_scores(tmp_path: Path, monkeypatch: py
     (block,) = (block for block in blocks_of(ROOT / "README.md", "python") if "my_task.py" in block)
     (tmp_path / "my_task.py").write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_task", raising=False)
     hooks = ["--custom-rm-path", "my_task.reward_func", "--custom-generate-function-path", "my_task.generate"]
     config = parse_config([*hooks, "--wrong", "-0.5"])
     assert isinstance(config, Config)

@@ -34,7 +34,6 @@ def write_files(folder: Path) -> None:
 def test_the_tool_is_called_and_its_answer_is_rewarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_task", raising=False)
     calls = [
         f'<tool_call>{{"name": "price", "arguments": {{"item": "{item}"}}}}</tool_call>' for item in ("tea", "gold")
     ]
