@@ -162,10 +162,10 @@ def stage2(pid: int, private_root: bool) -> bytes:
     """A child's own filter: threads but no processes, signals only to itself (`pid` as it sees itself).
 
     SIGKILL not even to itself, by no way: as an end from outside it would pass for an outage.
-    private_root: False also denies changing modes and times, which Landlock does not cover, reserving space, which is
-    faster than the keeper of the working folders looks, and asking about other processes.
+    private_root: False also denies changing modes and times, which Landlock does not cover, reserving space and hard
+    links, which are faster than the keeper of the working folders looks, and asking about other processes.
     """
-    denied = _ZYGOTE_ONLY + ["vfork", "execve"] + ([] if private_root else _METADATA)
+    denied = _ZYGOTE_ONLY + ["vfork", "execve"] + ([] if private_root else [*_METADATA, "link", "linkat"])
     to_itself = [_low(0), *_one_of([pid], _ACCEPT, _refuse())]
     no_event = _only_if_null(1)  # whose signal could be SIGKILL
     no_cpu_limit = [_low(1), _instruction(_JEQ, resource.RLIMIT_CPU, 0, 6), *_only_if_null(2)]
