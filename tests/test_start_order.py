@@ -108,10 +108,10 @@ def test_trainers_and_engines_keep_their_kernels_in_one_folder_unless_the_user_s
 def test_without_a_folder_kernels_that_are_kept_in_the_home_folder_stay_there(monkeypatch) -> None:
     for name in KEPT | LOST:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/people/me")
     own = kernel_cache_environment(None)
     assert own.keys() == {*LOST, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"}
-    assert own["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == "/home/me/.cache/slime-retool/kernels/flash-attention"
+    assert own["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == "/people/me/.cache/slime-retool/kernels/flash-attention"
 
 
 def test_the_folder_of_kernels_is_for_its_user_alone(tmp_path: Path) -> None:
