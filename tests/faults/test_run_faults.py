@@ -37,7 +37,7 @@ def test_a_run_outlives_its_trainers_broker_and_scorer_and_nothing_outlives_the_
     arguments = command(
         model, out, save=save, save_interval=1, num_rollout=5, actor_num_gpus_per_node=2, max_restarts=2,
         custom_generate_function_path="faults.run_hooks.generate", custom_rm_path="faults.run_hooks.reward",
-        loss_type="faults.run_hooks.FAULTY", reward_timeout=3, rollout_max_response_len=64,
+        loss_type="faults.run_hooks.FAULTY", reward_timeout=20, rollout_max_response_len=64,
     )  # fmt: skip
     process, run = start([*arguments, "--dump-rollouts", "--no-async-save"])
     output, _ = process.communicate(timeout=1000)
