@@ -131,7 +131,7 @@ class Sandbox:
             if self._client is None:
                 raise SandboxUnavailable("the sandbox is closed: make calls inside `async with Sandbox(...)`")
             if not self._client.alive:
-                logger.warning("%s; another one is started", self._client.failure)
+                logger.warning("%s; another one is started", await self._client.ended())
                 self._lost_sessions |= self._client.sessions
                 await self._client.close()
                 self._client = await JailClient(self.policy, self._without).start()
