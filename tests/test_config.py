@@ -450,6 +450,7 @@ def test_adapters_need_the_frozen_weights_and_have_twice_their_rank_as_alpha(run
 def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     config = HF_CONFIG | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    config["tie_word_embeddings"] = False
     (Path(str(run_args["--hf-checkpoint"])) / "config.json").write_text(json.dumps(config))
     args = run_args | {"--lora-rank": "4"}
     with pytest.raises(
@@ -457,6 +458,21 @@ def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
     ):
         checked(args)
     assert checked(args | {"--lora-target-modules": "linear_qkv linear_proj"}).num_experts == 4
+
+
+def test_what_sglang_does_not_serve_of_mixtures_is_refused(run_args):
+    """Tied embeddings, and copies of GLM's routers in engines that the run did not start."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = HF_CONFIG | experts | {"model_type": "qwen3_moe", "tie_word_embeddings": True}
+    path = Path(str(run_args["--hf-checkpoint"])) / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="no mixture of experts with tied embeddings"):
+        checked(run_args)
+    glm = {"n_routed_experts": 4, "attention_bias": True, "model_type": "glm4_moe", "tie_word_embeddings": False}
+    path.write_text(json.dumps(config | glm))
+    assert checked(run_args).moe_router_enable_expert_bias
+    with pytest.raises(ConfigError, match="--rollout-external-urls: SGLang keeps a copy of this model's routers"):
+        checked(run_args | {"--rollout-external-urls": "http://10.0.0.2:30000"})
 
 
 def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):

@@ -21,7 +21,12 @@ RL: dict[str, Any] = {
     "use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.02,
     "rollout_temperature": 0.7, "use_rollout_logprobs": True, "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {"dense": {}, "deep": {"num_layers": 4}, "moe": MOE}
+GLM = MOE | {
+    "moe_layer_freq": "[0,1]", "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 16, "add_qkv_bias": True,
+    "rotary_percent": 0.5,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {"dense": {}, "deep": {"num_layers": 4}, "moe": MOE, "glm": GLM}
 GSPO = {"advantage_estimator": "gspo"}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -35,6 +40,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "moe/ep2": EP2,
         "moe/tp2": TP2,
         "moe/cp2 ep2": {**CP2, **EP2},
+        "glm/tp2": TP2,
     },
     4: {
         "dense/cp4": {"context_parallel_size": 4},
@@ -43,6 +49,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "moe/ep2 tp2": {**EP2, **TP2},
         "moe/ep2 tp2 etp2": {**EP2, **TP2, **ETP2},
         "moe/pp2 ep2": {**PP2, **EP2},
+        "glm/pp2 ep2": {**PP2, **EP2},
         "deep/pp4": {"pipeline_model_parallel_size": 4},
         "deep/pp2 tp2": {**PP2, **TP2},
     },
@@ -156,6 +163,16 @@ def test_the_optimizer_state_of_one_process_moves_to_the_layout(
     assert got["next"] == want["next"] == 2
     for key, value in want["weights"].items():
         assert torch.allclose(got["weights"][key], value, atol=2e-5), key
+
+
+@pytest.mark.parametrize("name", ["glm", "glm/tp2", "glm/pp2 ep2"])
+def test_the_bias_that_chooses_experts_stays_as_it_was(
+    one: dict[str, Any], several: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    """Saved, loaded, trained, also where one pipeline stage has no router: Megatron would balance the load with it."""
+    weights = (several[name][0] if name in several else one[name])["weights"]
+    bias = weights["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(bias, torch.linspace(-0.5, 0.5, 4))
 
 
 def test_a_run_goes_on_from_expert_parallel_to_tensor_parallel(

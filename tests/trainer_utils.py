@@ -68,6 +68,9 @@ def sharpen(trainer: Any) -> None:
     with torch.no_grad():
         for parameter in trainer.module.parameters():
             parameter.mul_(6.0) if parameter.dim() > 1 else parameter.add_(0.3 * parameter.sin())
+        for name, buffer in trainer.module.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.linspace(-0.5, 0.5, len(buffer)))
     trainer.actor.optimizer.reload_model_params()
 
 

@@ -109,6 +109,16 @@ def check_engines(config: Config) -> None:
     )
     _check_external_engines(config)
     require(
+        config.num_experts is None or config.untie_embeddings_and_output_weights,
+        "SGLang serves no mixture of experts with tied embeddings (its output layer would stay empty): untie them in "
+        "the checkpoint and add --untie-embeddings-and-output-weights",
+    )
+    require(
+        not config.rollout_external_urls or not config.moe_router_enable_expert_bias,
+        "--rollout-external-urls: SGLang keeps a copy of this model's routers, which only engines that the run starts "
+        "renew at an update; drop it",
+    )
+    require(
         not config.check_weight_update_equal or not (config.rollout_external_urls or config.num_experts),
         "--check-weight-update-equal reads the weights of dense models in engines that the run starts; drop it with "
         "--rollout-external-urls or experts",

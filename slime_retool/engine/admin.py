@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.process import direct
+from slime_retool.engine.weight_copies import REFRESH_LOADER
 from slime_retool.errors import WeightUpdateError
 
 MemoryTag = Literal["weights", "kv_cache"]
@@ -154,15 +155,25 @@ class EngineAdmin:
         For engines that share this host's file system for temporary files, started by `EngineProcess`, which registers
         the function that computes them.
         """
-        workers = self.tensor_parallel_size()
         with tempfile.TemporaryDirectory(prefix="slime-retool-checksums-") as folder:
             path = Path(folder) / "checksums.json"
-            payload = base64.b64encode(pickle.dumps([(str(path), _EmptyTensor())])).decode()
-            self.update_weights_from_tensor([payload] * workers, load_format=REPORT_LOADER)
+            self._run_loader(REPORT_LOADER, str(path))
             answer = json.loads(path.read_text())
         if "error" in answer:
             raise WeightUpdateError(f"{self.url} could not compute checksums: {answer['error']}")
         return answer["checksums"]
+
+    def refresh_copies(self) -> None:
+        """After an update: have what SGLang made of weights and keeps follow them; see `engine.weight_copies`.
+
+        For engines started by `EngineProcess`.
+        """
+        self._run_loader(REFRESH_LOADER, "")
+
+    def _run_loader(self, loader: str, argument: str) -> None:
+        """Run a registered loader in every worker. All it is told is `argument`, as the name of an empty tensor."""
+        payload = base64.b64encode(pickle.dumps([(argument, _EmptyTensor())])).decode()
+        self.update_weights_from_tensor([payload] * self.tensor_parallel_size(), load_format=loader)
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         """POST JSON; a reply with `success: false` is an error whatever its HTTP status."""

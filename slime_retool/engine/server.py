@@ -17,6 +17,7 @@ from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.kernel_cache import kernel_cache_environment, make_kernel_cache
 from slime_retool.engine.process import Server
+from slime_retool.engine.weight_copies import REFRESH_LOADER
 from slime_retool.errors import ConfigError
 
 Flags = dict[str, list[str]]
@@ -72,7 +73,7 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
         "--tp-size": [str(engine_workers(config))],
         "--random-seed": [str(config.seed + rank)],
         "--weight-version": ["0"],
-        "--custom-weight-loader": [REPORT_LOADER],
+        "--custom-weight-loader": [REPORT_LOADER, REFRESH_LOADER],
     }
     if config.offloads_rollout and config.on_cuda:
         flags["--enable-memory-saver"] = []

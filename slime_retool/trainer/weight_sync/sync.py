@@ -100,6 +100,8 @@ class WeightSync:
                     every_engine(engines, lambda engine: engine.flush_cache())
 
         def finish() -> None:
+            if self._trainer.config.moe_router_enable_expert_bias:
+                every_engine(engines, lambda engine: engine.refresh_copies())
             every_engine(engines, lambda engine: engine.set_weight_version(version))
             if not asleep:
                 every_engine(engines, lambda engine: engine.resume())
