@@ -397,6 +397,14 @@ BAD = {
         {"--advantage-estimator": "ppo", "--lr-decay-style": "linear", "--critic-lr-warmup-iters": "5"},
         "lower --critic-lr-warmup-iters",
     ),
+    "routing replay of a dense model": (
+        {"--use-rollout-routing-replay": None},
+        "--use-rollout-routing-replay repeats the engine's choice of experts, and this model is dense",
+    ),
+    "routing replay without an engine": (
+        {"--use-rollout-routing-replay": None, "--loss-type": "sft_loss", "--n-samples-per-prompt": "1"},
+        "--use-rollout-routing-replay repeats the engine's choice of experts; drop it for sft_loss",
+    ),
     "engines that do not divide": (
         {"--rollout-num-gpus": "3", "--rollout-num-gpus-per-engine": "2"},
         "does not divide the 3 GPUs",
