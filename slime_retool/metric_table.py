@@ -70,6 +70,8 @@ GROUPS = (
         "rollout/weight_version": "version of the weights that the engines hold after this step",
         "rollout/weight_version_min": "oldest weights that wrote a turn of this step",
         "rollout/weight_version_max": "newest weights that wrote a turn of this step",
+        "rollout/routed_token_ratio": "share of all tokens of the batch, prompts included, that came with the engine's "
+                                      "choice of experts (`--use-rollout-routing-replay`)",
         "rollout/overlong_masked": "samples left out of the loss because they were truncated (`--overlong-filtering`)",
         "rollout/groups_kept": "groups in the batch",
         "rollout/groups_finished": "groups that ended by themselves",
