@@ -397,6 +397,19 @@ BAD = {
         {"--advantage-estimator": "ppo", "--lr-decay-style": "linear", "--critic-lr-warmup-iters": "5"},
         "lower --critic-lr-warmup-iters",
     ),
+    "routing replay of a dense model": (
+        {"--use-rollout-routing-replay": None},
+        "--use-rollout-routing-replay repeats the engine's choice of experts, and this model is dense",
+    ),
+    "experts returned for nobody": (
+        {"--sglang-enable-return-routed-experts": None},
+        "--sglang-enable-return-routed-experts cannot be passed through: --enable-return-routed-experts is set from "
+        "--use-rollout-routing-replay",
+    ),
+    "routing replay without an engine": (
+        {"--use-rollout-routing-replay": None, "--loss-type": "sft_loss", "--n-samples-per-prompt": "1"},
+        "--use-rollout-routing-replay repeats the engine's choice of experts; drop it for sft_loss",
+    ),
     "engines that do not divide": (
         {"--rollout-num-gpus": "3", "--rollout-num-gpus-per-engine": "2"},
         "does not divide the 3 GPUs",
@@ -447,10 +460,27 @@ def test_adapters_need_the_frozen_weights_and_have_twice_their_rank_as_alpha(run
         checked(args | {"--load": ref})
 
 
+def write_mixture(hf: str | None, num_experts: int = 4) -> None:
+    """Make the model a mixture of experts."""
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    kind = {"norm_topk_prob": True, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (Path(str(hf)) / "config.json").write_text(json.dumps(HF_CONFIG | experts | kind))
+
+
+def test_routing_replay_is_for_mixtures_of_experts_whose_prompts_are_read_in_chunks(run_args):
+    replay = {"--use-rollout-routing-replay": None}
+    write_mixture(run_args["--hf-checkpoint"], num_experts=70_000)
+    with pytest.raises(ConfigError, match="kept in 16 bits: at most 65535 of --num-experts, got 70000"):
+        checked(run_args | replay)
+    write_mixture(run_args["--hf-checkpoint"])
+    assert checked(run_args | replay).use_rollout_routing_replay
+    assert checked(run_args | replay | {"--sglang-chunked-prefill-size": "512"})
+    with pytest.raises(ConfigError, match="--sglang-chunked-prefill-size must be positive, got -1"):
+        checked(run_args | replay | {"--sglang-chunked-prefill-size": "-1"})
+
+
 def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    config = HF_CONFIG | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    (Path(str(run_args["--hf-checkpoint"])) / "config.json").write_text(json.dumps(config))
+    write_mixture(run_args["--hf-checkpoint"])
     args = run_args | {"--lora-rank": "4"}
     with pytest.raises(
         ConfigError, match="linear_fc1 linear_fc2: experts take no adapters; use linear_qkv linear_proj"
