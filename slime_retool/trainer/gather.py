@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_bridge.layout import merge_tp, to_hf
 from megatron_bridge.lora import adapted_layers
 from megatron_bridge.lora_spec import is_adapter
+from megatron_bridge.model import named_weights
 from megatron_bridge.model_config import ModelArgs
 from megatron_bridge.names import find_parameter, global_name
 
@@ -28,7 +29,7 @@ Named = tuple[str, Tensor]
 
 @torch.no_grad()
 def hf_named_tensors(module: Any, model: ModelArgs, *, everywhere: bool = False) -> Iterator[Named]:
-    """(HF name, full tensor) of every parameter, on global rank 0, or with `everywhere` on every rank.
+    """(HF name, full tensor) of every weight, on global rank 0, or with `everywhere` on every rank.
 
     Collective: every rank iterates to the end. LoRA adapters are merged into the weights. Tensors may share memory with
     the model: use or copy each before the next.
@@ -101,7 +102,7 @@ def _stage_chunks(module: Any, model: ModelArgs, everywhere: bool) -> Iterator[l
         return out
 
     adapted = adapted_layers(module)
-    for local_name, parameter in module.named_parameters():
+    for local_name, parameter in named_weights(module):
         if is_adapter(local_name):
             continue
         value = adapted[local_name].merged_weight() if local_name in adapted else parameter.detach()
