@@ -357,7 +357,7 @@ BAD = {
         "--critic-lr has no effect without the critic of --advantage-estimator ppo",
     ),
     "a critic in the actor's folder": (
-        {"--advantage-estimator": "ppo", "--save": "/tmp/a", "--critic-save": "/tmp/a"},
+        {"--advantage-estimator": "ppo", "--save": "/tmp/no-such/a", "--critic-save": "/tmp/no-such/a"},
         "another folder than the actor's",
     ),
     "a critic apart that TP does not divide": (
@@ -384,7 +384,7 @@ BAD = {
     "a hook that does not exist": ({"--custom-rm-path": "no_such_module.f"}, "cannot import 'no_such_module'"),
     "a hook without a dot": ({"--custom-rm-path": "reward"}, "dotted path"),
     "saving nowhere": ({"--save-interval": "3"}, "--save DIR"),
-    "keeping none": ({"--save": "/tmp/a", "--save-keep": "0"}, "--save-keep must be at least 1, got 0"),
+    "keeping none": ({"--save": "/tmp/no-such/a", "--save-keep": "0"}, "--save-keep must be at least 1, got 0"),
     "keeping what is not saved": ({"--save-keep": "2"}, "--save-keep has no effect without --save DIR"),
     "SFT of groups": ({"--loss-type": "sft_loss"}, "--n-samples-per-prompt must be 1, got 4"),
     "context beyond the model": ({"--rollout-max-context-len": "9999"}, "512 positions"),
@@ -440,7 +440,8 @@ def test_the_loss_of_sft_alone_makes_a_run_of_sft(run_args):
 
 
 def test_resolving_and_checking_leave_a_configuration_as_it_is(run_args):
-    given = parse_config(argv(run_args | {"--device": "auto", "--advantage-estimator": "ppo", "--save": "/tmp/x"}))
+    save = {"--save": "/tmp/no-such/x"}
+    given = parse_config(argv(run_args | {"--device": "auto", "--advantage-estimator": "ppo"} | save))
     before = repr(given)
     resolved = resolve(given)
     after = repr(resolved)
@@ -490,12 +491,13 @@ def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
 
 
 def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):
-    args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/x", "--load": "/tmp/y"}
+    args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/no-such/x", "--load": "/tmp/no-such/y"}
     config = checked(args | {"--advantage-estimator": "reinforce_plus_plus"})
     assert [role.name for role in config.roles] == ["actor"] and not config.uses_critic
     config = checked(args | {"--advantage-estimator": "ppo", "--critic-num-gpus-per-node": "2"})
-    assert config.save_folders == {"--save": "/tmp/x", "--critic-save": "/tmp/x/critic"}
-    assert [role.config.load for role in config.roles] == ["/tmp/y", "/tmp/y/critic"] and config.uses_critic
+    assert config.save_folders == {"--save": "/tmp/no-such/x", "--critic-save": "/tmp/no-such/x/critic"}
+    assert [role.config.load for role in config.roles] == ["/tmp/no-such/y", "/tmp/no-such/y/critic"]
+    assert config.uses_critic
     assert [(roles, group.world_size) for roles, group in config.trainer_groups] == [("actor", 1), ("critic", 2)]
     assert [roles for roles, _ in checked(args | {"--advantage-estimator": "ppo"}).trainer_groups] == ["all"]
 
