@@ -43,6 +43,7 @@ from megatron_bridge.torch_dist_io import TorchDistReader, write_torch_dist
 """HF names of the embedding and the output layer; a checkpoint with tied embeddings may hold both or one."""
 _HF_FILE = re.compile(r".+\.(safetensors|json|jinja|model)|(merges|vocab)\.txt|README\.md|LICENSE(\.\w+)?")
 """What lies in a Hugging Face checkpoint, or in a PEFT one."""
+_FUSED_EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -236,6 +237,11 @@ def _check_hf_tensors(hf: SafetensorsCheckpoint, model: ModelArgs, names: list[s
     for name in names:
         expected |= hf_shapes(name, model)
     for hf_name, shape in expected.items():
+        if hf_name not in hf.entries and (fused := _FUSED_EXPERTS.sub(r"\1.gate_up_proj", hf_name)) in hf.entries:
+            raise ValueError(
+                f"{hf.directory} has the experts of a layer in one tensor ({fused}), which SGLang does not load for "
+                "this model: save it with transformers' save_pretrained as it is, which writes one for each expert"
+            )
         if hf_name not in hf.entries:
             raise ValueError(f"{hf.directory} has no tensor {hf_name}: the checkpoint is incomplete")
         if hf.entries[hf_name].shape != shape:

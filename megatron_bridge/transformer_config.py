@@ -121,6 +121,7 @@ def _expert_fields(model: ModelArgs, *, ep: int, etp: int, grouped: bool) -> dic
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_grouped_gemm=grouped,
+        moe_permute_fusion=grouped,  # Transformer Engine's kernels as well
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )

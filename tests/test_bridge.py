@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bridge_models import KINDS, assert_converts_back, save_tiny_model
+from bridge_models import KINDS, assert_converts_back, save_tiny_model, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -73,6 +73,16 @@ def test_a_converted_checkpoint_is_laid_out_as_megatron_does(bf16_checkpoints, t
     embedding = reader.read("embedding.word_embeddings.weight")
     assert embedding.shape == (128, 32) and not embedding[101:].any()
     assert torch.equal(embedding[:101], hf["model.embed_tokens.weight"])
+
+
+def test_experts_in_one_tensor_are_refused_by_name(tmp_path):
+    """What transformers 5 holds in memory; what it writes by default has one tensor for each."""
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in all_tensors(tmp_path))
+    args = model_args_from_hf(read_hf_config(tmp_path))
+    with pytest.raises(ValueError, match=r"in one tensor \(model\.layers\.0\.mlp\.experts\.gate_up_proj\)"):
+        convert_hf_to_torch_dist(args, tmp_path, tmp_path / "td", progress=False)
 
 
 def test_an_expert_is_found_without_a_look_at_all_others(bf16_checkpoints, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_bridge.arithmetic.parameters import adapter_parameters, expert_parameters, router_parameters, widths
+from megatron_bridge.arithmetic.parameters import all_adapter_parameters, expert_parameters, router_parameters, widths
 from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs, moe_layers, required
 
@@ -40,7 +40,7 @@ def model_flops(
     attention = 2.0 * required(model, "num_layers") * widths(model).queries * squares
     if lora is None:
         return (3.0 if training else 1.0) * (2.0 * layers + attention)
-    adapters = required(model, "num_layers") * adapter_parameters(model, lora) * tokens
+    adapters = all_adapter_parameters(model, lora, active=True) * tokens
     frozen, whole = (2.0, 3.0) if training else (1.0, 1.0)
     return frozen * 2.0 * layers + whole * (2.0 * adapters + attention)
 

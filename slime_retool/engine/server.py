@@ -14,6 +14,7 @@ import slime_retool
 from slime_retool.config import Config
 from slime_retool.config.engines import check_server_flags
 from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.bucket_loader import BUCKET_LOADER
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.kernel_cache import kernel_cache_environment, make_kernel_cache
 from slime_retool.engine.process import Server
@@ -41,6 +42,7 @@ GATHER_PREFILLS: Flags = {
 }
 CPU_KV_TOKENS = 65_536
 """Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
+RETURN_EXPERTS = "--enable-return-routed-experts"
 STOP_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL: SGLang has nothing to save, looks for the signal every 5 s, and then kills its
 own processes."""
@@ -67,16 +69,20 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)
     if _gathers_prefills(config):
         flags |= GATHER_PREFILLS
+    if config.num_experts is not None and config.on_cuda and "--quantization" not in config.sglang_server_flags:
+        flags["--moe-runner-backend"] = ["triton"]  # SGLang's own choice may be one of SHUFFLING_BACKENDS
     flags |= config.sglang_server_flags
     flags |= {
         "--model-path": [config.hf_checkpoint],
         "--tp-size": [str(engine_workers(config))],
         "--random-seed": [str(config.seed + rank)],
         "--weight-version": ["0"],
-        "--custom-weight-loader": [REPORT_LOADER, REFRESH_LOADER],
+        "--custom-weight-loader": [REPORT_LOADER, BUCKET_LOADER, REFRESH_LOADER],
     }
     if config.offloads_rollout and config.on_cuda:
         flags["--enable-memory-saver"] = []
+    if config.use_rollout_routing_replay:
+        flags[RETURN_EXPERTS] = []
     if config.sglang_mem_fraction_static is not None:
         flags["--mem-fraction-static"] = [str(config.sglang_mem_fraction_static)]
     if config.rollout_max_context_len is not None:
@@ -84,6 +90,12 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     if (tokens := kv_tokens(config)) is not None:
         flags["--max-total-tokens"] = [str(tokens)]
     return flags
+
+
+def server_module(config: Config) -> str:
+    """What starts the server: SGLang's launcher, in a wrapping of ours where it asks a CPU for pinned memory."""
+    pins = config.use_rollout_routing_replay and not config.on_cuda
+    return "slime_retool.engine.unpinned_main" if pins else "sglang.launch_server"
 
 
 def _gathers_prefills(config: Config) -> bool:
@@ -123,7 +135,7 @@ def _context_length(wanted: int, model_path: str) -> int:
 def server_environment(config: Config, devices: Sequence[int | str] | None) -> dict[str, str]:
     """The server's whole environment: this process's, with the device settled."""
     environment = dict(os.environ)
-    # Schedulers import engine.checksum, also when the package is not installed but run from its folder.
+    # Schedulers import both loaders, also when the package is not installed but run from its folder.
     root = str(Path(slime_retool.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     # /health answers at once, also while generation is paused for a weight update or the engine is saturated.
@@ -172,7 +184,7 @@ class EngineProcess(Server):
         flags = server_flags(config, rank=rank)
         if config.on_cuda:
             make_kernel_cache(config.kernel_cache_dir)
-        command = [sys.executable, "-m", "sglang.launch_server", "--host", host]
+        command = [sys.executable, "-m", server_module(config), "--host", host]
         command += [word for name, values in flags.items() for word in (name, *values)]
         self._start(
             f"SGLang engine {rank}",
