@@ -157,6 +157,11 @@ GROUPS = (
         "mismatch/ess": "effective sample size of the token ratios exp(d), as a share: 1 is none lost",
         "mismatch/sequence_ess": "the same for ratios of whole samples",
         "mismatch/turn_<n>/abs_diff": "mean |d| in turn n: a jump after turn 0 points at the template or the cache",
+        "mismatch/experts_replayed": "share of the choices of experts, one for each token in each layer with experts, "
+                                     "that were the engine's (`--use-rollout-routing-replay`); each sample's last "
+                                     "token, of which nothing is read, is not part of it",
+        "mismatch/experts_differ": "share of those in which the trainer's router would have taken another set of "
+                                   "experts",
         "tis/ratio_mean": "mean importance ratio before truncation (`--use-tis`)",
         "tis/ratio_max": "largest importance ratio",
         "tis/weight_mean": "mean weight after truncation",

@@ -14,6 +14,7 @@ import slime_retool
 from slime_retool.config import Config
 from slime_retool.config.engines import check_server_flags
 from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.bucket_loader import BUCKET_LOADER
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.kernel_cache import kernel_cache_environment, make_kernel_cache
 from slime_retool.engine.process import Server
@@ -67,13 +68,15 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)
     if _gathers_prefills(config):
         flags |= GATHER_PREFILLS
+    if config.num_experts is not None and config.on_cuda and "--quantization" not in config.sglang_server_flags:
+        flags["--moe-runner-backend"] = ["triton"]  # SGLang's own choice may be one of SHUFFLING_BACKENDS
     flags |= config.sglang_server_flags
     flags |= {
         "--model-path": [config.hf_checkpoint],
         "--tp-size": [str(engine_workers(config))],
         "--random-seed": [str(config.seed + rank)],
         "--weight-version": ["0"],
-        "--custom-weight-loader": [REPORT_LOADER],
+        "--custom-weight-loader": [REPORT_LOADER, BUCKET_LOADER],
     }
     if config.offloads_rollout and config.on_cuda:
         flags["--enable-memory-saver"] = []
@@ -131,7 +134,7 @@ def _context_length(wanted: int, model_path: str) -> int:
 def server_environment(config: Config, devices: Sequence[int | str] | None) -> dict[str, str]:
     """The server's whole environment: this process's, with the device settled."""
     environment = dict(os.environ)
-    # Schedulers import engine.checksum, also when the package is not installed but run from its folder.
+    # Schedulers import both loaders, also when the package is not installed but run from its folder.
     root = str(Path(slime_retool.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     # /health answers at once, also while generation is paused for a weight update or the engine is saturated.
