@@ -479,6 +479,16 @@ def test_routing_replay_is_for_mixtures_of_experts_whose_prompts_are_read_in_chu
         checked(run_args | replay | {"--sglang-chunked-prefill-size": "-1"})
 
 
+def test_routing_replay_is_refused_for_a_family_whose_experts_sglang_does_not_return(run_args):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    kind = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "tie_word_embeddings": False}
+    config = {name: value for name, value in HF_CONFIG.items() if name != "attention_bias"} | experts | kind
+    (Path(str(run_args["--hf-checkpoint"])) / "config.json").write_text(json.dumps(config))
+    assert checked(run_args).num_experts == 4
+    with pytest.raises(ConfigError, match="SGLang 0.5.15 cannot return for mixtral: .*drop it"):
+        checked(run_args | {"--use-rollout-routing-replay": None})
+
+
 def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
     write_mixture(run_args["--hf-checkpoint"])
     args = run_args | {"--lora-rank": "4"}

@@ -1,4 +1,7 @@
-"""Experts that a real SGLang server chose, against transformers' router. One server for the whole file."""
+"""Experts that a real SGLang server chose, against transformers' router and through a whole step of a run.
+
+One server and one trainer for the whole file.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ import torch
 from sglang_utils import engine_config, tiny_tokenizer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from megatron_bridge.convert import convert_hf_to_torch_dist
+from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
+from slime_retool.cluster.cluster import Cluster
 from slime_retool.config import Config, resolve
 from slime_retool.engine.admin import EngineAdmin
-from slime_retool.engine.server import EngineProcess
 from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.open_turns import OpenTurns, Record
@@ -36,10 +41,11 @@ SAMPLING = {"temperature": 1.0, "no_stop_trim": True, "skip_special_tokens": Fal
 
 @dataclass
 class Running:
-    """The engine under test, and the same model in transformers."""
+    """The engine under test, the run that it is of, and the same model in transformers."""
 
     config: Config
     engine: str
+    cluster: Cluster
     model: Qwen3MoeForCausalLM
 
     def client(self) -> RouterClient:
@@ -73,7 +79,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
             num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=EXPERTS,
             num_experts_per_tok=TOP_K, moe_intermediate_size=48, norm_topk_prob=True,
-            max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
+            max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
         )
     )  # fmt: skip
@@ -83,6 +89,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
                 parameter.mul_(6.0)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    described = model_args_from_hf(read_hf_config(folder / "model"))
+    convert_hf_to_torch_dist(described, folder / "model", folder / "torch_dist", progress=False)
     rows = [{"prompt": "say " + letter * 40, "label": letter} for letter in "abcd"]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = resolve(
@@ -91,6 +99,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             folder,
             use_rollout_routing_replay=True,
             sglang_server_flags={"--chunked-prefill-size": [str(CHUNK)]},
+            ref_load=str(folder / "torch_dist"),
             prompt_data=[str(folder / "data.jsonl")],
             apply_chat_template=True,
             num_rollout=1,
@@ -101,8 +110,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             custom_rm_path="rollout_hooks.length_reward",
         )
     )
-    with EngineProcess(config) as engine:
-        yield Running(config, engine.url, model.eval())
+    with Cluster(config) as cluster:
+        cluster.trainers.start(1)
+        (engine,) = cluster.engines.start()
+        cluster.engines.start_router([engine])
+        yield Running(config, engine, cluster, model.eval())
 
 
 class Asking:
@@ -210,13 +222,16 @@ def test_an_interrupted_turn_goes_on_with_its_experts(running: Running, keeps_ca
     asyncio.run(go())
 
 
-def test_a_batch_and_its_dump_hold_the_engines_choice(running: Running):
+def test_a_step_trains_on_the_engines_choice_and_finds_its_log_probs(running: Running):
     with RolloutManager(running.config) as manager:
-        manager.connect(running.engine)
+        manager.connect(running.cluster.engines.service)
         batch = manager.generate(0)
+        metrics = running.cluster.trainers.train(batch, 0)
     assert len(batch.samples) == 4
     for sample in batch.samples:
         running.assert_as_chosen(list(sample.tokens), sample.routed_experts, unrouted=[sample.length - 1])
     tokens = sum(sample.length for sample in batch.samples)
     assert batch.metrics["rollout/routed_token_ratio"] == pytest.approx((tokens - 4) / tokens)
     assert read_batch(running.config.output_dir, 0).samples == batch.samples
+    assert metrics["mismatch/experts_replayed"] == 1
+    assert metrics["train/logprob_abs_diff"] < 1e-6
