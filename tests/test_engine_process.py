@@ -256,7 +256,7 @@ def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
     assert flags["--attention-backend"] == ["torch_native"] and flags["--skip-server-warmup"] == []
     assert flags["--random-seed"] == ["9"] and flags["--weight-version"] == ["0"]
     assert flags["--max-total-tokens"] == ["16384"] and flags["--context-length"] == ["520"]
-    assert flags["--custom-weight-loader"] == [REPORT_LOADER]
+    assert flags["--custom-weight-loader"] == [REPORT_LOADER] and "--enable-lora" not in flags
     env = server_environment(config, None)
     assert env["SGLANG_USE_CPU_ENGINE"] == "1" and env["CUDA_VISIBLE_DEVICES"] == ""
 

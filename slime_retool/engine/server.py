@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import slime_retool
+from megatron_bridge.lora_spec import hf_targets
 from slime_retool.config import Config
 from slime_retool.config.engines import check_server_flags
+from slime_retool.engine.adapter_checksum import ADAPTERS_LOADER
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.kernel_cache import kernel_cache_environment, make_kernel_cache
@@ -40,6 +42,8 @@ GATHER_PREFILLS: Flags = {
 }
 CPU_KV_TOKENS = 65_536
 """Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
+ADAPTER_SLOTS = 2
+"""Adapters that one batch may use: the policy's, and none, as a question whether the engine lives has."""
 STOP_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL: SGLang has nothing to save, looks for the signal every 5 s, and then kills its
 own processes."""
@@ -66,6 +70,8 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)
     if _gathers_prefills(config):
         flags |= GATHER_PREFILLS
+    if config.serves_adapters and not config.on_cuda:
+        flags["--lora-backend"] = ["torch_native"]
     flags |= config.sglang_server_flags
     flags |= {
         "--model-path": [config.hf_checkpoint],
@@ -76,6 +82,8 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     }
     if config.offloads_rollout and config.on_cuda:
         flags["--enable-memory-saver"] = []
+    if config.serves_adapters:
+        flags |= adapter_flags(config) | {"--custom-weight-loader": [REPORT_LOADER, ADAPTERS_LOADER]}
     if config.sglang_mem_fraction_static is not None:
         flags["--mem-fraction-static"] = [str(config.sglang_mem_fraction_static)]
     if config.rollout_max_context_len is not None:
@@ -83,6 +91,23 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     if (tokens := kv_tokens(config)) is not None:
         flags["--max-total-tokens"] = [str(tokens)]
     return flags
+
+
+def adapter_flags(config: Config) -> Flags:
+    """What lets a server take the adapters of weight updates."""
+    assert config.lora is not None
+    return {
+        "--enable-lora": [],
+        "--max-lora-rank": [str(config.lora.rank)],
+        "--lora-target-modules": hf_targets(config.lora.targets, config),
+        "--max-loras-per-batch": [str(ADAPTER_SLOTS)],
+    }
+
+
+def server_module(config: Config) -> str:
+    """What starts the server: SGLang's launcher, in a wrapping of ours where it asks a CPU for pinned memory."""
+    pins = config.serves_adapters and not config.on_cuda
+    return "slime_retool.engine.unpinned_main" if pins else "sglang.launch_server"
 
 
 def _gathers_prefills(config: Config) -> bool:
@@ -171,7 +196,7 @@ class EngineProcess(Server):
         flags = server_flags(config, rank=rank)
         if config.on_cuda:
             make_kernel_cache(config.kernel_cache_dir)
-        command = [sys.executable, "-m", "sglang.launch_server", "--host", host]
+        command = [sys.executable, "-m", server_module(config), "--host", host]
         command += [word for name, values in flags.items() for word in (name, *values)]
         self._start(
             f"SGLang engine {rank}",

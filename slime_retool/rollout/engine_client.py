@@ -35,10 +35,16 @@ class RouterClient(JsonClient):
     fails only as the service does: with ServerError.
     """
 
-    def __init__(self, url: str, *, service: EngineService | None = None, **limits: Any) -> None:
-        """`limits`: those of `JsonClient`."""
+    def __init__(
+        self, url: str, *, service: EngineService | None = None, adapter: str | None = None, **limits: Any
+    ) -> None:
+        """`adapter`: LoRA adapter that the engine is to apply. `limits`: those of `JsonClient`."""
         super().__init__(url, **limits)
         self._service = service
+        self._body: dict[str, Any] = {"return_logprob": True, "stream": False}
+        """Part of every request."""
+        if adapter is not None:
+            self._body["lora_path"] = adapter
         self._one_look = asyncio.Lock()
         self._looked = -math.inf
 
@@ -77,7 +83,7 @@ class RouterClient(JsonClient):
         cache_key: str | None = None,
     ) -> Completion:
         """Continue `input_ids`; `sampling_params` are SGLang's. Raises EngineError, see the class and the module."""
-        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "stream": False}
+        body = self._body | {"input_ids": input_ids, "sampling_params": sampling_params}
         if cache_key is not None:
             body["extra_key"] = cache_key
         headers = {} if session is None else {ROUTING_HEADER: session}
@@ -98,12 +104,10 @@ class RouterClient(JsonClient):
 
     async def prompt_log_probs(self, input_ids: list[int]) -> list[float]:
         """Log-probs of the given tokens at temperature 1, 0.0 for the first, without generating. Raises EngineError."""
-        body = {
+        body = self._body | {
             "input_ids": input_ids,
             "sampling_params": {"max_new_tokens": 0},
-            "return_logprob": True,
             "logprob_start_len": 0,
-            "stream": False,
         }
         return parse_prompt_log_probs(await self.post("/generate", body), input_ids)
 
