@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import pickle
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +21,11 @@ from trainer_utils import make_trainer, random_samples, tiny_config, weights
 
 from slime_retool.engine.admin import ADAPTER, EngineAdmin
 from slime_retool.engine.server import EngineProcess
+from slime_retool.errors import WeightUpdateError
+from slime_retool.trainer.weight_sync import adapters
+from slime_retool.trainer.weight_sync.adapters import _as_bytes, _in_shared_memory
+from slime_retool.trainer.weight_sync.buckets import buckets
+from slime_retool.trainer.weight_sync.ipc import Handle, payload
 from slime_retool.types import RolloutBatch
 
 MODEL = {
@@ -78,7 +86,6 @@ def _both_layouts(rank: int, world_size: int, url: str, root: str) -> list[dict[
 def _work(rank: int, world_size: int, layout: dict[str, Any], url: str, first: int, root: str) -> dict[str, Any]:
     """Updates with train steps between them; what the engine then answers and holds."""
     from slime_retool.engine.adapter_checksum import ADAPTERS_LOADER
-    from slime_retool.errors import WeightUpdateError
     from slime_retool.trainer.weight_sync import WeightSync
 
     config = tiny_config(
@@ -152,6 +159,40 @@ class _Running:
     def answer(self) -> dict[str, Any]:
         self._thread.join(300)
         return self._answer["meta_info"]
+
+
+def test_adapters_travel_as_bytes_or_as_memory_that_every_worker_opens() -> None:
+    """SGLang's unpickler allows modules by prefix; what is opened stays when the file has gone."""
+    tensors = [("a", torch.randn(2, 3)), ("b", torch.randn(4))]
+    bucket = next(buckets(tensors, [torch.empty(64, dtype=torch.uint8)]))
+    found: set[str] = set()
+
+    class Recording(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found.add(module)
+            return super().find_class(module, name)
+
+    def opened(handle: Handle) -> dict[str, Any]:
+        return Recording(io.BytesIO(base64.b64decode(payload(handle, bucket)))).load()
+
+    with _in_shared_memory(bucket) as handle:
+        path = Path(handle.args[0])
+        received = [opened(_as_bytes(bucket)), opened(handle), opened(handle)]
+    assert not path.exists()
+    for content in received:
+        flat = content["flattened_tensor"]
+        for (name, tensor), meta in zip(tensors, content["metadata"], strict=True):
+            assert meta.name == name
+            assert torch.equal(flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape), tensor)
+    assert {module.split(".")[0] for module in found} <= {"torch", "builtins", "functools", "types"}
+
+
+def test_a_host_without_room_for_adapters_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters.os, "posix_fallocate", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    bucket = next(buckets([("a", torch.ones(2))], [torch.empty(8, dtype=torch.uint8)]))
+    with pytest.raises(WeightUpdateError, match="no room for 8 bytes of adapters .No space left.*merged"):
+        with _in_shared_memory(bucket):
+            pass
 
 
 @pytest.fixture(scope="module")

@@ -81,8 +81,7 @@ class AdapterTransport(Transport):
                 with _in_shared_memory(bucket) as handle:
                     self._replace(engine, payload(handle, bucket))
         elif rank == 0:
-            content = Handle(partial(torch.frombuffer, dtype=torch.uint8), (bytearray(bucket.data.numpy()),))
-            text = payload(content, bucket)
+            text = payload(_as_bytes(bucket), bucket)
             every_engine(peers.engines, lambda engine: self._replace(engine, text))
 
     def _replace(self, engine: EngineAdmin, content: str) -> None:
@@ -104,11 +103,16 @@ def peft_tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def flat_adapters(trainer: Trainer) -> Bucket:
-    """All adapters under PEFT's names in one host tensor, on every rank. Collective."""
+    """All adapters under PEFT's names in one tensor on every rank's device. Collective."""
     tensors = peft_tensors(trainer)
-    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]).cpu()
+    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
     (dtype,) = {tensor.dtype for tensor in tensors.values()}
     return Bucket(0, flat, dtype, list(tensors), [tuple(tensor.shape) for tensor in tensors.values()])
+
+
+def _as_bytes(bucket: Bucket) -> Handle:
+    """A handle that holds the bytes themselves."""
+    return Handle(partial(torch.frombuffer, dtype=torch.uint8), (bytearray(bucket.data.cpu().numpy()),))
 
 
 @contextmanager
