@@ -145,6 +145,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "logprob_diff": statistics.fmean(diffs),
         "largest": max(diffs),
         **(trend(diffs) if len(diffs) > 2 else {}),
+        "k3": statistics.fmean(column("mismatch/k3_kl")),
         "entropy": statistics.fmean(column("train/entropy")),
         "reward_first_last": [rewards[0], rewards[-1]],
         "tokens_per_step": statistics.fmean(column("train/loss_tokens")),

@@ -195,11 +195,19 @@ def measure(case: Case, args: argparse.Namespace, devices: Sequence[str] = NO_GP
     command = [sys.executable, __file__, "--worker", json.dumps(asdict(case)), "--device", args.device]
     command += ["--share-gpu"] if args.share_gpu else []
     figures = run_ranks(command, case.world_size, args.timeout, devices)
-    record = {"case": asdict(case), "figures": figures}
-    folder = args.out_dir / "plan_cases"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{case.name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    keep(case, figures, args.out_dir)
     return figures
+
+
+def keep(case: Case, figures: dict[str, Any], out_dir: Path) -> None:
+    """Write figures of a step on the samples of SEED where `report` finds them.
+
+    It reads `step_seconds`, `peak_gib`, `tokens_per_second` and `device`.
+    """
+    folder = out_dir / "plan_cases"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"case": asdict(case), "figures": figures}
+    (folder / f"{case.name}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def measure_all(cases: list[Case], args: argparse.Namespace) -> None:

@@ -2,7 +2,8 @@
 
     python benchmarks/shapes.py --model qwen3-4B --output DIR
 
-`--model` of every benchmark is a file of scripts/models, or `tiny`.
+`--model` of every benchmark is a file of scripts/models, `tiny` or `tiny_moe`; NAME:LAYERS is the same with so many
+layers (qwen3-30B-A3B:8).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
@@ -29,21 +30,25 @@ TINY = [
     "--disable-bias-linear", "--normalization", "RMSNorm", "--norm-epsilon", "1e-6",
     "--use-rotary-position-embeddings", "--qk-layernorm",
 ]  # fmt: skip
+TINY_MOE = [*TINY, "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32"]
 INITIAL_STD = 0.02
 """Of every matrix, as Qwen's own initializer."""
 SHARD_BYTES = 2 * 10**9
 
 
 def model_flags(name: str) -> list[str]:
-    """The MODEL_ARGS array of scripts/models/NAME.sh."""
-    if name == "tiny":
-        return TINY
-    script = ROOT / "scripts" / "models" / f"{name}.sh"
-    if not script.is_file():
-        known = ", ".join(sorted(path.stem for path in script.parent.glob("*.sh")))
-        raise SystemExit(f"--model: there is no {script.name}; known models: tiny, {known}")
-    text = f'source "{script}"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
-    return subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True).stdout.split()
+    """The MODEL_ARGS array of scripts/models/NAME.sh, with another --num-layers for NAME:LAYERS."""
+    name, _, layers = name.partition(":")
+    if name in (small := {"tiny": TINY, "tiny_moe": TINY_MOE}):
+        flags = small[name]
+    else:
+        script = ROOT / "scripts" / "models" / f"{name}.sh"
+        if not script.is_file():
+            known = ", ".join(sorted(path.stem for path in script.parent.glob("*.sh")))
+            raise SystemExit(f"--model: there is no {script.name}; known models: {', '.join(small)}, {known}")
+        text = f'source "{script}"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+        flags = subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True).stdout.split()
+    return [*flags, "--num-layers", layers] if layers else flags
 
 
 def model_args(name: str) -> ModelArgs:
@@ -65,14 +70,29 @@ def write_checkpoint(folder: Path, name: str, *, seed: int = 0, shard_bytes: int
     import torch
     from base_model import train_tokenizer
     from safetensors.torch import save_file
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    from megatron_bridge.model_config import moe_layers
 
     model = model_args(name)
     assert model.qk_layernorm and not model.add_qkv_bias, "benchmarks use Qwen3 shapes"
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer()
-    Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
+    kind: type[Qwen3Config] | type[Qwen3MoeConfig] = Qwen3Config
+    mixture: dict[str, Any] = {}
+    if model.num_experts is not None:
+        kind = Qwen3MoeConfig
+        sparse = moe_layers(model)
+        mixture = dict(
+            num_experts=model.num_experts,
+            num_experts_per_tok=model.moe_router_topk,
+            moe_intermediate_size=model.moe_ffn_hidden_size,
+            norm_topk_prob=not model.moe_router_pre_softmax,
+            mlp_only_layers=[layer for layer, experts in enumerate(sparse) if not experts],
+        )
+    kind(
+        **mixture,
+        architectures=[kind.__name__.replace("Config", "ForCausalLM")],
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.ffn_hidden_size,

@@ -275,7 +275,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.timeout + 20, exit=True)  # stuck where no signal is heard
     from benchmarks.shapes import model_flags
 
-    if args.device == "cpu":
+    if args.device == "cpu" and not args.model.startswith("tiny"):
         args.model = "tiny"
     result = measure(args, model_flags(args.model))
     signal.alarm(0)

@@ -54,15 +54,19 @@ def from_hf(name: str, hf: Mapping[str, Tensor], model: ModelArgs, tp: int = 1) 
     return parts[0]
 
 
-def merge_tp(name: str, shards: Sequence[Tensor], model: ModelArgs) -> Tensor:
-    """One full tensor from the shards of all tensor-parallel ranks, in rank order."""
+def merge_tp(name: str, shards: Sequence[Tensor], model: ModelArgs, *, stacked: bool = False) -> Tensor:
+    """One full tensor from the shards of all tensor-parallel ranks, in rank order.
+
+    `stacked`: several experts' in one, in a dimension before the parameter's own.
+    """
     parameter = find_parameter(name, model)
     if parameter.tp_axis is None or len(shards) == 1:
         return shards[0]
+    axis = parameter.tp_axis + int(stacked)
     if parameter.kind == GATED:
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-    return torch.cat(list(shards), dim=parameter.tp_axis)
+        halves = [shard.chunk(2, dim=axis) for shard in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], dim=axis)
+    return torch.cat(list(shards), dim=axis)
 
 
 def merge_qkv(query: Tensor, key: Tensor, value: Tensor, *, groups: int) -> Tensor:
@@ -105,7 +109,9 @@ def hf_shapes(name: str, model: ModelArgs) -> dict[str, tuple[int, ...]]:
         "kv": query_groups(model) * head_dim(model),
         "head": head_dim(model),
         "ffn": required(model, "ffn_hidden_size" if parameter.expert is None else "moe_ffn_hidden_size"),
+        "shared": model.moe_shared_expert_intermediate_size or 0,
         "experts": model.num_experts or 0,
+        "one": 1,
     }
     shapes = [tuple(sizes[axis] for axis in axes.split()) for axes in parameter.hf.values()]
     return dict(zip(hf_names(name, model), shapes, strict=True))

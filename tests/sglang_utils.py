@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from slime_retool.config import Config
 
@@ -30,11 +37,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_tiny_checkpoint(folder: Path, *, seed: int = 0, tie: bool = True) -> Path:
-    """Write a random 2-layer Qwen3 (grouped K/V heads, odd vocabulary size 259) and its tokenizer to `folder`."""
+def make_tiny_checkpoint(folder: Path, *, seed: int = 0, tie: bool = True, experts: int = 0) -> Path:
+    """Write a random 2-layer Qwen3 (grouped K/V heads, odd vocabulary size 259) and its tokenizer to `folder`.
+
+    `experts` > 0: a mixture of so many of width 32, two for each token.
+    """
     tokenizer = tiny_tokenizer()
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    sizes: dict[str, Any] = dict(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=96,
@@ -49,7 +59,12 @@ def make_tiny_checkpoint(folder: Path, *, seed: int = 0, tie: bool = True) -> Pa
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config)
+    model: Any
+    if experts:
+        mixture = dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **mixture))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():  # sharper than the default init, so that log-probs differ visibly
             if parameter.dim() > 1:

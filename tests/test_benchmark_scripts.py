@@ -268,16 +268,21 @@ def test_the_memory_bound_is_a_file_and_a_layer():
     assert convert.memory_bound("tiny", 1000) == 1300 + layer
 
 
-def test_a_random_checkpoint_has_every_tensor_in_files_of_the_asked_size(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("model", "matrix"), [("tiny", "mlp.up_proj.weight"), ("tiny_moe", "mlp.experts.3.up_proj.weight")]
+)
+def test_a_random_checkpoint_has_every_tensor_in_files_of_the_asked_size(model: str, matrix: str, tmp_path: Path):
+    from megatron_bridge.hf_config import check_against_hf, read_hf_config
     from megatron_bridge.safetensors_io import SafetensorsCheckpoint
 
-    write_checkpoint(tmp_path, "tiny", shard_bytes=100_000)
-    checkpoint, shapes = SafetensorsCheckpoint(tmp_path), tensor_shapes(model_args("tiny"))
+    write_checkpoint(tmp_path, model, shard_bytes=100_000)
+    checkpoint, shapes = SafetensorsCheckpoint(tmp_path), tensor_shapes(model_args(model))
     assert {name: entry.shape for name, entry in checkpoint.entries.items()} == shapes
     assert len(checkpoint.files) == len(split_shards(shapes, 100_000)) > 1
-    matrix = checkpoint.read("model.layers.1.mlp.up_proj.weight").float()
-    assert abs(matrix.std().item() - 0.02) < 0.001
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert abs(checkpoint.read(f"model.layers.1.{matrix}").float().std().item() - 0.02) < 0.001
+    kind = "Qwen3MoeForCausalLM" if "moe" in model else "Qwen3ForCausalLM"
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [kind]
+    check_against_hf(model_args(model), read_hf_config(tmp_path))
 
 
 def test_a_kernel_with_a_wrong_value_or_gradient_is_seen() -> None:

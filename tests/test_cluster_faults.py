@@ -106,9 +106,9 @@ def test_a_replacement_gets_the_weights_of_the_last_update_and_must_hold_them():
     assert not made._give_weights({1: "http://b"})  # the loop sees it too
 
 
-@pytest.mark.parametrize("flags", [{"num_experts": 4}, {"sglang_server_flags": {"--quantization": ["fp8"]}}])
+@pytest.mark.parametrize("flags", [{"--quantization": ["fp8"]}, {"--enable-eplb": []}])
 def test_engines_whose_weights_cannot_be_compared_are_not(flags: dict[str, Any]):
-    made, _ = cluster([{"w": "2"}], flags, w="1")
+    made, _ = cluster([{"w": "2"}], {"sglang_server_flags": flags}, w="1")
     assert made._give_weights({1: "http://b"})
 
 

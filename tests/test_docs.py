@@ -35,6 +35,7 @@ OTHER_FLAGS = {
     "--security-opt",  # docker run
     "--archive", "--delete",  # rsync
     "--pid",  # py-spy
+    "--enable-return-routed-experts",  # sglang.launch_server
     "--pp",  # of benchmarks/train_step.py, which makes its flags of sizes in a loop
 }  # fmt: skip
 DECLARED = re.compile(r"^    (\w+): .* = flag\(", re.M)

@@ -26,6 +26,7 @@ from slime_retool.config.engines import check_engines, warn_of_graphs
 from slime_retool.engine import flag_check
 from slime_retool.engine.adapter_checksum import ADAPTERS_LOADER
 from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.bucket_loader import BUCKET_LOADER
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.engine.process import Server, ServerError, SupervisedProcess, answers, held_ports, port_was_taken
@@ -257,7 +258,7 @@ def test_an_engine_that_serves_adapters_is_started_for_them(tmp_path: Path):
     assert flags["--enable-lora"] == [] and flags["--max-lora-rank"] == ["8"]
     assert flags["--lora-target-modules"] == ["q_proj", "k_proj", "v_proj", "down_proj"]
     assert flags["--lora-backend"] == ["torch_native"] and flags["--max-loras-per-batch"] == ["2"]
-    assert flags["--custom-weight-loader"] == [REPORT_LOADER, ADAPTERS_LOADER]
+    assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER, ADAPTERS_LOADER]
     assert server_module(config) == "slime_retool.engine.unpinned_main"  # SGLang asks for pinned memory
     on_gpu = engine_config(tmp_path, tmp_path, device="cuda", **values)
     assert server_module(on_gpu) == "sglang.launch_server" and "--lora-backend" not in server_flags(on_gpu)
@@ -272,7 +273,7 @@ def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
     assert flags["--attention-backend"] == ["torch_native"] and flags["--skip-server-warmup"] == []
     assert flags["--random-seed"] == ["9"] and flags["--weight-version"] == ["0"]
     assert flags["--max-total-tokens"] == ["16384"] and flags["--context-length"] == ["520"]
-    assert flags["--custom-weight-loader"] == [REPORT_LOADER] and "--enable-lora" not in flags
+    assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER] and "--enable-lora" not in flags
     env = server_environment(config, None)
     assert env["SGLANG_USE_CPU_ENGINE"] == "1" and env["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -302,6 +303,29 @@ def test_gpu_engines_gather_prefills_unless_told_otherwise(tmp_path: Path):
     ):
         assert not GATHER_PREFILLS.keys() & flags(**off).keys()
     assert not GATHER_PREFILLS.keys() & server_flags(Config(device="cpu", hf_checkpoint=str(tmp_path))).keys()
+
+
+def test_kernels_that_keep_experts_as_they_are_loaded_are_taken_and_others_refused(tmp_path: Path):
+    """SGLang's own choice on some GPUs is flashinfer_trtllm, which would misread what a weight update writes."""
+
+    def backend(**given: list[str]) -> list[str] | None:
+        named = {f"--{name.replace('_', '-')}": values for name, values in given.items()}
+        config = Config(device="cuda", hf_checkpoint=str(tmp_path), num_experts=4, sglang_server_flags=named)
+        return server_flags(config).get("--moe-runner-backend")
+
+    assert backend() == ["triton"] and backend(moe_runner_backend=["deep_gemm"]) == ["deep_gemm"]
+    assert backend(quantization=["fp8"]) is None
+    assert "--moe-runner-backend" not in server_flags(Config(device="cuda", hf_checkpoint=str(tmp_path)))
+    with pytest.raises(ConfigError, match="--sglang-moe-runner-backend flashinfer_trtllm shuffles experts.*use triton"):
+        backend(moe_runner_backend=["flashinfer_trtllm"])
+
+
+def test_weights_are_compared_only_where_experts_are_in_their_places():
+    check_engines(Config(num_experts=4, check_weight_update_equal=True))
+    placed = {"--enable-eplb": []}
+    with pytest.raises(ConfigError, match="compares experts.*drop it, or --sglang-enable-eplb"):
+        check_engines(Config(num_experts=4, check_weight_update_equal=True, sglang_server_flags=placed))
+    check_engines(Config(num_experts=4, sglang_server_flags=placed))
 
 
 def test_the_context_is_never_longer_than_the_models_positions(tmp_path: Path):

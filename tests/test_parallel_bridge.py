@@ -5,6 +5,7 @@ Each group of processes does everything that its size allows, because starting o
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from bridge_models import (
 from dist_utils import run_distributed
 
 from megatron_bridge.checkpoint import write_latest
+from megatron_bridge.model_config import moe_layers
+from megatron_bridge.names import ATTENTION_NORM, MLP_NORM, split_name
 from megatron_bridge.zigzag import chunk_layout, padded_length, zigzag_rows
 
-MOE = ("qwen3_moe", "qwen3_mixed")
+MOE = ("qwen3_moe", "qwen3_mixed", "glm4_moe", "glm4_air", "qwen2_moe", "mixtral")
 KINDS = ("llama", *MOE)
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 TP2: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 EP2: dict[str, Any] = {"ep": 2}
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
@@ -40,9 +43,21 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3_mixed", {"pp": 2, "first": 1}),
         ("qwen3_moe", {"cp": 2, **EP2}),
         ("llama", {"cp": 2}),
+        ("glm4_moe", {**TP2, **EP2}),
+        ("glm4_moe", {"pp": 2, "first": 1}),
+        ("glm4_air", {"cp": 2, **EP2}),
+        ("qwen2_moe", {**TP2, **EP2}),
+        ("mixtral", {**TP2, "etp": 2}),
     ],
+    4: [("qwen3_moe", {**TP2, **EP2, "etp": 2}), ("qwen3_mixed", {"pp": 2, "first": 1, **EP2})],
 }
-SAVED = [("qwen3_moe", EP2), ("qwen3_mixed", {**TP2, **EP2}), ("qwen3_moe", {**TP2, "etp": 2})]
+SAVED = [
+    ("qwen3_moe", EP2),
+    ("qwen3_mixed", {**TP2, **EP2}),
+    ("qwen3_moe", {**TP2, "etp": 2}),
+    ("glm4_moe", {**TP2, **EP2}),
+    ("qwen2_moe", {**TP2, **EP2}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +113,8 @@ def check_layouts(rank: int, world_size: int, root: str) -> dict[str, float]:
         load_model(gpt, directory / "td")
         errors[f"{kind} {layout}"] = largest_difference(gpt, model, torch.load(directory / "logits.pt"))
         check_weight_export(rank, gpt, model, directory)
+        if model.num_experts is not None:
+            check_weight_export(rank, NamedByTransformerEngine(gpt, model), model, directory)
         if (kind, layout) in SAVED:
             saved = Path(root) / f"saved{SAVED.index((kind, layout))}"
             save_model(gpt, saved / "iter_0000003")
@@ -150,12 +167,52 @@ def largest_difference(gpt: Any, model: Any, expected: torch.Tensor) -> float:
 
 
 def check_weight_export(rank: int, gpt: Any, model: Any, directory: Path) -> None:
-    """On rank 0, and then on every rank, exported weights are the checkpoint's, bit for bit."""
-    from slime_retool.trainer.gather import hf_named_tensors
+    """On rank 0, and then on every rank, exported weights are the checkpoint's, bit for bit; stacks of experts as well.
+
+    Small chunks divide what a rank has into many.
+    """
+    from slime_retool.engine.expert_weights import Stack
+    from slime_retool.trainer.gather import CHUNK_BYTES, hf_named_tensors
 
     original = hf_weights(directory / "hf")
-    for everywhere in (False, True):
-        exported = {name: tensor.clone() for name, tensor in hf_named_tensors(gpt, model, everywhere=everywhere)}
+    for everywhere, stacked, chunk in (
+        (False, False, CHUNK_BYTES), (False, True, 20_000), (True, False, 1), (True, True, CHUNK_BYTES),
+    ):  # fmt: skip
+        options: Any = {"everywhere": everywhere, "stacked": stacked, "chunk_bytes": chunk}
+        exported: dict[str, torch.Tensor] = {}
+        for name, tensor in hf_named_tensors(gpt, model, **options):
+            stack = Stack.parse(name)
+            assert stacked or stack is None
+            parts = [(name, tensor)] if stack is None else stack.matrices(tensor)
+            exported |= {name: part.clone() for name, part in parts}
         wanted = original if everywhere or rank == 0 else {}
         assert exported.keys() == wanted.keys()
         assert all(torch.equal(exported[name], wanted[name]) for name in wanted)
+
+
+class NamedByTransformerEngine:
+    """A model whose parameters bear the names that Transformer Engine's grouped layers give them."""
+
+    def __init__(self, gpt: Any, model: Any) -> None:
+        self.decoder = gpt.decoder
+        names = [(self._name(name, gpt, model), parameter) for name, parameter in gpt.named_parameters()]
+        # It registers the first matrix of all experts, then the second; the local layers both of one expert.
+        self._named = sorted(names, key=lambda named: "linear_fc2.weight" in named[0] and ".experts." in named[0])
+
+    @staticmethod
+    def _name(name: str, gpt: Any, model: Any) -> str:
+        layer, rest = split_name(name)
+        if layer is None:
+            return name
+        prefix = name.removesuffix(rest)
+        if match := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", rest):
+            return f"{prefix}mlp.experts.{match[2]}.weight{match[1]}"
+        with_experts = moe_layers(model)[gpt.decoder.layers[layer].layer_number - 1]
+        renamed = dict([ATTENTION_NORM] if with_experts else [ATTENTION_NORM, MLP_NORM])
+        return prefix + renamed.get(rest, rest)
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return self._named
+
+    def named_modules(self) -> list[Any]:
+        return []

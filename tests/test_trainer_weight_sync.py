@@ -22,6 +22,7 @@ from sglang_utils import engine_config, make_tiny_checkpoint
 from trainer_utils import VOCAB_SIZE, make_trainer, random_samples, tiny_config
 
 from slime_retool.config import Config
+from slime_retool.engine.bucket_loader import BUCKET_LOADER, load_bucket
 from slime_retool.engine.server import EngineProcess
 from slime_retool.trainer.weight_sync import broadcast, disk
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
@@ -80,6 +81,14 @@ def test_a_bucket_is_valid_while_the_next_one_is_filled() -> None:
     assert seen == [0, 1]
 
 
+def _loaded(opened: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What an engine's own loader gets out of a payload."""
+    loaded: dict[str, torch.Tensor] = {}
+    model = SimpleNamespace(load_weights=lambda named: loaded.update((name, value.clone()) for name, value in named))
+    load_bucket(model, opened)
+    return loaded
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_payload_names_only_what_sglang_loads_and_opens_the_same_memory(dtype: torch.dtype) -> None:
     """SGLang's unpickler allows modules by prefix; torch's storage loader, which Megatron replaces, is not needed."""
@@ -95,10 +104,8 @@ def test_a_payload_names_only_what_sglang_loads_and_opens_the_same_memory(dtype:
 
     for _ in range(3):  # every bucket has a handle of its own
         opened = Recording(io.BytesIO(base64.b64decode(payload(export(shared), bucket)))).load()
-        flat, metadata = opened["flattened_tensor"], opened["metadata"]
-        for (name, tensor), meta in zip(tensors, metadata, strict=True):
-            assert meta.name == name
-            assert torch.equal(flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape), tensor)
+        ((_, flat),) = opened
+        assert all(torch.equal(_loaded(opened)[name], tensor) for name, tensor in tensors)
         shared.fill_(7)
         assert int(flat[0]) == 7
         next(buckets(tensors, [shared]))
@@ -130,18 +137,11 @@ class _Recorder(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        workers = []
-        for text in body["serialized_named_tensors"]:
-            opened = pickle.loads(base64.b64decode(text))
-            flat = opened["flattened_tensor"]
-            workers.append(
-                {
-                    m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape).clone()
-                    for m in opened["metadata"]
-                }
-            )
+        workers = [
+            _loaded(pickle.loads(base64.b64decode(text))) for text in body["serialized_named_tensors"]
+        ]
         self.received.append(workers)
-        reply = json.dumps({"success": body["load_format"] == "flattened_bucket", "message": "wrong format"}).encode()
+        reply = json.dumps({"success": body["load_format"] == BUCKET_LOADER, "message": "wrong format"}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(reply)))
         self.end_headers()

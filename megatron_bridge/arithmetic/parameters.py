@@ -18,6 +18,8 @@ class Widths:
     """Width of the keys; values are as wide."""
     ffn: int
     heads: int
+    shared: int
+    """Width of the expert that every token of a mixture goes through; 0: none."""
 
 
 def widths(model: ModelArgs) -> Widths:
@@ -27,6 +29,7 @@ def widths(model: ModelArgs) -> Widths:
         keys=query_groups(model) * head_dim(model),
         ffn=required(model, "ffn_hidden_size"),
         heads=required(model, "num_attention_heads"),
+        shared=model.moe_shared_expert_intermediate_size or 0,
     )
 
 
@@ -39,8 +42,14 @@ def layer_parameters(model: ModelArgs, tp: int = 1, *, experts: int = 0, etp: in
     norms = 2 * w.hidden + (2 * head_dim(model) if model.qk_layernorm else 0)
     if not experts:
         return (attention + 3 * w.hidden * w.ffn) // tp + norms
-    router = required(model, "num_experts") * w.hidden
-    return attention // tp + norms + router + experts * expert_parameters(model) // etp
+    split = attention + 3 * w.hidden * w.shared
+    return split // tp + norms + router_parameters(model) + experts * expert_parameters(model) // etp
+
+
+def router_parameters(model: ModelArgs) -> int:
+    """Of one layer: a row for each expert, and one for the gate of the shared expert. A bias is no parameter."""
+    rows = required(model, "num_experts") + (1 if model.moe_shared_expert_gate else 0)
+    return rows * required(model, "hidden_size")
 
 
 def expert_parameters(model: ModelArgs) -> int:

@@ -21,6 +21,7 @@ from slime_retool.cluster.placement import place
 from slime_retool.cluster.remote import quietly
 from slime_retool.cluster.trainers import Trainers
 from slime_retool.config import Config
+from slime_retool.config.engines import EXPERT_PLACEMENT
 from slime_retool.errors import TrainerDied, WeightUpdateError
 from slime_retool.metrics import Laps
 
@@ -187,8 +188,7 @@ class Cluster:
             return False
         if expected is None:
             return False
-        # Of experts, and in other formats than the trainer's, an engine cannot tell.
-        formats = {"--quantization", "--dtype"} & config.sglang_server_flags.keys()
-        if config.num_experts is None and not formats:
+        # In other formats than the trainer's, and of experts at places of their own, an engine cannot tell.
+        if not {"--quantization", "--dtype", *EXPERT_PLACEMENT} & config.sglang_server_flags.keys():
             self._compare(expected, engines, self.trainers.weight_version)
         return True

@@ -30,6 +30,7 @@ def check_algorithm(config: Config) -> None:
     _check_loss(config)
     _check_kl(config)
     _check_off_policy(config)
+    _check_routing_replay(config)
     _check_staleness(config)
     _check_distillation(config)
     _check_critic(config)
@@ -126,6 +127,23 @@ def _check_off_policy(config: Config) -> None:
             "log-probs are of the whole one; ratios and mismatch figures compare the two",
             config.rollout_top_p, config.rollout_top_k,
         )  # fmt: skip
+
+
+def _check_routing_replay(config: Config) -> None:
+    if not config.use_rollout_routing_replay:
+        return
+    flag = "--use-rollout-routing-replay repeats the engine's choice of experts"
+    require(not config.loss.supervised, f"{flag}; drop it for {config.loss_type}, which has no engine")
+    require(config.num_experts is not None, f"{flag}, and this model is dense (no --num-experts); drop it")
+    require(
+        config.num_experts is None or config.num_experts <= 65535,
+        f"{flag}, kept in 16 bits: at most 65535 of --num-experts, got {config.num_experts}",
+    )
+    chunk = " ".join(config.sglang_server_flags.get("--chunked-prefill-size", []))
+    require(
+        not chunk.startswith("-"),
+        f"{flag}, for which it has a buffer of one chunk: --sglang-chunked-prefill-size must be positive, got {chunk}",
+    )
 
 
 def _check_staleness(config: Config) -> None:

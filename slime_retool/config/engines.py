@@ -33,6 +33,7 @@ OWNED_FLAGS = {
     **dict.fromkeys(("--enable-lora", "--lora-paths", "--max-loras-per-batch"), "--lora-weight-update adapters"),
     "--max-lora-rank": "--lora-rank",
     "--lora-target-modules": "--lora-target-modules",
+    "--enable-return-routed-experts": "--use-rollout-routing-replay",
     "--base-gpu-id": "the GPUs that the run gives to the engine",
     "--gpu-id-step": "the GPUs that the run gives to the engine",
     "--config": "the command line: give each flag as --sglang-FLAG VALUE",
@@ -49,9 +50,20 @@ WORLD_FLAGS = {
     "--node-rank": (0, ONE_HOST),
 }
 
+SHUFFLING_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+"""SGLang lays experts out anew for these kernels when it starts, and not after a weight update."""
+EXPERT_PLACEMENT = ("--enable-eplb", "--ep-num-redundant-experts", "--init-expert-location")
+"""Flags with which an engine holds experts in places of its own."""
+
 
 def check_server_flags(config: Config) -> None:
     """Raise ConfigError for an undeclared flag that collides with a value of the run, or with its weight updates."""
+    backend = " ".join(config.sglang_server_flags.get("--moe-runner-backend", []))
+    require(
+        config.num_experts is None or backend not in SHUFFLING_BACKENDS,
+        f"--sglang-moe-runner-backend {backend} shuffles experts at the start, and would compute with unshuffled ones "
+        "after a weight update; use triton",
+    )
     for name, values in config.sglang_server_flags.items():
         flag = f"--sglang-{name.removeprefix('--')}"
         if name in OWNED_FLAGS:
@@ -112,9 +124,15 @@ def check_engines(config: Config) -> None:
     )
     _check_external_engines(config)
     require(
-        not config.check_weight_update_equal or not (config.rollout_external_urls or config.num_experts),
-        "--check-weight-update-equal reads the weights of dense models in engines that the run starts; drop it with "
-        "--rollout-external-urls or experts",
+        not config.check_weight_update_equal or not config.rollout_external_urls,
+        "--check-weight-update-equal reads the weights of engines that the run starts; drop it with "
+        "--rollout-external-urls",
+    )
+    placed = [f"--sglang-{name.removeprefix('--')}" for name in EXPERT_PLACEMENT if name in config.sglang_server_flags]
+    require(
+        not config.check_weight_update_equal or not placed,
+        "--check-weight-update-equal compares experts where they are in the checkpoint; drop it, or "
+        f"{', '.join(placed)}",
     )
 
 

@@ -373,6 +373,11 @@ class AlgoArgs:
     use_rollout_logprobs: bool = flag(
         False, help="Take the engine's log-probs as the old policy's instead of recomputing them."
     )
+    use_rollout_routing_replay: bool = flag(
+        False,
+        help="Train each token with the experts that the engine chose for it (routing replay, docs/moe.md). Servers of "
+        "--rollout-external-urls must have been started with --enable-return-routed-experts.",
+    )
     use_tis: bool = flag(
         False, help="Correct for the engine's log-probs differing from the trainer's by importance weights."
     )

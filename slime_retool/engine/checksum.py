@@ -16,10 +16,11 @@ weight. SGLang fuses projections; `hf_weights` takes them apart again:
     qkv_proj       rows [q | k | v]            -> q_proj, k_proj, v_proj
     gate_up_proj   rows [gate | up]            -> gate_proj, up_proj
     embed_tokens, lm_head                      -> without the rows that pad the vocabulary
+    experts.w13_weight, w2_weight              -> gate_proj, up_proj and down_proj of each expert (`expert_weights`)
     a tied head is the embedding and is reported once, as `model.embed_tokens.weight`
 
 Tensor-parallel workers put their shares together: rows of these, columns of o_proj and down_proj. Where there are more
-workers than K/V heads, neighbours hold copies of the same head.
+workers than K/V heads, neighbours hold copies of the same head. Experts come together one after the other.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from slime_retool.engine.expert_weights import ExpertShard
 
 Gather = Callable[[Any], list[Any]]
 """A worker's tensor -> those of all tensor-parallel workers, in order."""
@@ -60,7 +63,10 @@ def tensor_checksum(tensor: Any) -> str:
 
 
 def hf_weights(model: Any, workers: int = 1, gather: Gather = lambda tensor: [tensor]) -> Iterator[tuple[str, Any]]:
-    """(Hugging Face name, whole tensor) of every parameter of a dense SGLang model that is split over `workers`."""
+    """(Hugging Face name, whole tensor) of every parameter of an SGLang model that is split over `workers`.
+
+    ValueError for experts that are not there as they were loaded.
+    """
     import torch
 
     parents = dict(model.named_modules())
@@ -68,6 +74,11 @@ def hf_weights(model: Any, workers: int = 1, gather: Gather = lambda tensor: [te
         owner_name, _, kind = name.rpartition(".")  # "model.layers.0.self_attn.qkv_proj", "weight"
         prefix, _, leaf = owner_name.rpartition(".")
         owner = parents[owner_name]
+        if kind == "w13_weight":
+            yield from _experts(owner_name, ExpertShard.of(owner), gather)
+            continue
+        if kind == "w2_weight":
+            continue  # came with the other
         if leaf == "qkv_proj":
             query, key_value = owner.q_proj_shard_size, owner.kv_proj_shard_size
             q, k, v = (gather(part) for part in parameter.data.split([query, key_value, key_value]))
@@ -85,6 +96,22 @@ def hf_weights(model: Any, workers: int = 1, gather: Gather = lambda tensor: [te
         for piece, shares in pieces.items():
             whole = shares[0] if len(shares) == 1 else torch.cat(shares)
             yield ".".join(part for part in (prefix, piece, kind) if part), whole
+
+
+def _experts(name: str, shard: ExpertShard, gather: Gather) -> Iterator[tuple[str, Any]]:
+    """Every expert of the layer, from all workers' shares."""
+    import torch
+
+    place = torch.tensor([shard.first, shard.part], device=shard.down.device)
+    places = [tuple(each.tolist()) for each in gather(place)]
+    matrices = {"gate_proj": (shard.gate, 0), "up_proj": (shard.up, 0), "down_proj": (shard.down, 1)}
+    for matrix, (values, split_by) in matrices.items():
+        for number, value in enumerate(values):
+            shares = dict(zip(places, gather(value), strict=True))
+            for first in sorted({first for first, _ in places}):
+                parts = [shares[place] for place in sorted(shares) if place[0] == first]
+                whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=split_by)
+                yield f"{name}.{first + number}.{matrix}.weight", whole
 
 
 def _gather(tensor: Any, group: Any) -> list[Any]:

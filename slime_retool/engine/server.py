@@ -16,6 +16,7 @@ from slime_retool.config import Config
 from slime_retool.config.engines import check_server_flags
 from slime_retool.engine.adapter_checksum import ADAPTERS_LOADER
 from slime_retool.engine.admin import EngineAdmin
+from slime_retool.engine.bucket_loader import BUCKET_LOADER
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.kernel_cache import kernel_cache_environment, make_kernel_cache
 from slime_retool.engine.process import Server
@@ -44,6 +45,7 @@ CPU_KV_TOKENS = 65_536
 """Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
 ADAPTER_SLOTS = 2
 """Adapters that one batch may use: the policy's, and none, as a question whether the engine lives has."""
+RETURN_EXPERTS = "--enable-return-routed-experts"
 STOP_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL: SGLang has nothing to save, looks for the signal every 5 s, and then kills its
 own processes."""
@@ -72,18 +74,23 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
         flags |= GATHER_PREFILLS
     if config.serves_adapters and not config.on_cuda:
         flags["--lora-backend"] = ["torch_native"]
+    if config.num_experts is not None and config.on_cuda and "--quantization" not in config.sglang_server_flags:
+        flags["--moe-runner-backend"] = ["triton"]  # SGLang's own choice may be one of SHUFFLING_BACKENDS
     flags |= config.sglang_server_flags
     flags |= {
         "--model-path": [config.hf_checkpoint],
         "--tp-size": [str(engine_workers(config))],
         "--random-seed": [str(config.seed + rank)],
         "--weight-version": ["0"],
-        "--custom-weight-loader": [REPORT_LOADER],
+        "--custom-weight-loader": [REPORT_LOADER, BUCKET_LOADER],
     }
     if config.offloads_rollout and config.on_cuda:
         flags["--enable-memory-saver"] = []
     if config.serves_adapters:
-        flags |= adapter_flags(config) | {"--custom-weight-loader": [REPORT_LOADER, ADAPTERS_LOADER]}
+        flags |= adapter_flags(config)
+        flags["--custom-weight-loader"] += [ADAPTERS_LOADER]
+    if config.use_rollout_routing_replay:
+        flags[RETURN_EXPERTS] = []
     if config.sglang_mem_fraction_static is not None:
         flags["--mem-fraction-static"] = [str(config.sglang_mem_fraction_static)]
     if config.rollout_max_context_len is not None:
@@ -106,8 +113,8 @@ def adapter_flags(config: Config) -> Flags:
 
 def server_module(config: Config) -> str:
     """What starts the server: SGLang's launcher, in a wrapping of ours where it asks a CPU for pinned memory."""
-    pins = config.serves_adapters and not config.on_cuda
-    return "slime_retool.engine.unpinned_main" if pins else "sglang.launch_server"
+    pins = config.use_rollout_routing_replay or config.serves_adapters
+    return "slime_retool.engine.unpinned_main" if pins and not config.on_cuda else "sglang.launch_server"
 
 
 def _gathers_prefills(config: Config) -> bool:
@@ -147,7 +154,7 @@ def _context_length(wanted: int, model_path: str) -> int:
 def server_environment(config: Config, devices: Sequence[int | str] | None) -> dict[str, str]:
     """The server's whole environment: this process's, with the device settled."""
     environment = dict(os.environ)
-    # Schedulers import engine.checksum, also when the package is not installed but run from its folder.
+    # Schedulers import both loaders, also when the package is not installed but run from its folder.
     root = str(Path(slime_retool.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     # /health answers at once, also while generation is paused for a weight update or the engine is saturated.

@@ -2,7 +2,9 @@
 
 Trainer rank r shares its GPU with worker r % workers of engine r // workers (`cluster.placement`). Every rank gathers
 all weights into two buffers on its own GPU, bucket by bucket; the first rank of each engine posts the handles of all
-its engine's GPUs to `/update_weights_from_tensor`, and while the engine loads one bucket the next is gathered.
+its engine's GPUs to `/update_weights_from_tensor`, and while the engine loads one bucket the next is gathered. A worker
+takes its part of whole weights, and of experts in stacks (`engine.bucket_loader`), so each rank gathers all of them,
+though never more than a chunk and two buckets at a time.
 
 Every bucket has handles of its own, although it lies in one of two buffers: torch counts who still uses shared memory,
 by one for each handle made, and the worker gives back one for each time that it opens a handle. A handle opened twice
@@ -19,7 +21,6 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from slime_retool.engine.bucket_loader import BUCKET_LOADER, header
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.gather import hf_named_tensors
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
-from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, Transport, together
+from slime_retool.trainer.weight_sync.transport import Peers, Transport, together
 
 NUM_BUFFERS = 2
 CUDA_DEVICE_ARG = 6
@@ -84,17 +86,9 @@ def _host_handle(data: Tensor) -> Handle:
 
 
 def payload(handle: Handle, bucket: Bucket) -> str:
-    """What SGLang unpickles: the buffer, and which bytes of it are which tensor."""
-    metadata, begin = [], 0
-    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
-        nbytes = torch.Size(shape).numel() * bucket.dtype.itemsize
-        metadata.append(
-            SimpleNamespace(
-                name=name, shape=shape, dtype=bucket.dtype, start_idx=begin, end_idx=begin + nbytes, numel=nbytes
-            )
-        )
-        begin += nbytes
-    return base64.b64encode(pickle.dumps({"flattened_tensor": _Opened(handle), "metadata": metadata})).decode()
+    """What SGLang unpickles and gives to `engine.bucket_loader`: the buffer, and which bytes of it are which tensor."""
+    content = header(bucket.names, bucket.shapes, str(bucket.dtype).removeprefix("torch."))
+    return base64.b64encode(pickle.dumps([(content, _Opened(handle))])).decode()
 
 
 class IpcTransport(Transport):
@@ -158,9 +152,12 @@ class IpcTransport(Transport):
 
         def post(bucket: Bucket, handles: list[Handle]) -> None:
             assert engine is not None
-            engine.update_weights_from_tensor([payload(handle, bucket) for handle in handles], load_format=FLATTENED)
+            payloads = [payload(handle, bucket) for handle in handles]
+            engine.update_weights_from_tensor(payloads, load_format=BUCKET_LOADER)
 
-        tensors = hf_named_tensors(trainer.module, trainer.config, everywhere=True)
+        tensors = hf_named_tensors(
+            trainer.module, trainer.config, everywhere=True, stacked=True, chunk_bytes=peers.chunk_bytes
+        )
         loading: Future[None] | None = None
         problem: WeightUpdateError | None = None
 

@@ -16,7 +16,7 @@ from slime_retool.engine.server import engine_workers
 from slime_retool.errors import WeightUpdateError
 from slime_retool.protocols import load_function
 from slime_retool.trainer.core import Trainer
-from slime_retool.trainer.gather import hf_named_tensors
+from slime_retool.trainer.gather import EXPERTS, hf_named_tensors
 from slime_retool.trainer.weight_sync.adapters import AdapterTransport, peft_tensors
 from slime_retool.trainer.weight_sync.transport import Peers, Transport, together
 
@@ -43,9 +43,10 @@ class WeightSync:
         self.weight_version = version
         """What the engines hold now."""
         self._trainer = trainer
-        sizes = [parameter.nbytes for parameter in trainer.module.parameters()]
-        largest = max(sizes) * trainer.actor.tp_size
-        bounds = torch.tensor([largest, sum(sizes)], dtype=torch.int64, device=trainer.device)
+        parallel = {True: config.expert_tensor_parallel_size, False: trainer.actor.tp_size}
+        sizes = {name: parameter.nbytes for name, parameter in trainer.module.named_parameters()}
+        largest = max(size * parallel[EXPERTS in name] for name, size in sizes.items())
+        bounds = torch.tensor([largest, sum(sizes.values())], dtype=torch.int64, device=trainer.device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
         largest, share = bounds.tolist()
         wanted = min(config.update_weight_buffer_size, share * dist.get_world_size())

@@ -16,7 +16,7 @@ from torch import Tensor
 from slime_retool.engine.admin import EngineAdmin, raise_first
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.core import Trainer
-from slime_retool.trainer.gather import hf_named_tensors
+from slime_retool.trainer.gather import CHUNK_BYTES, hf_named_tensors
 
 R = TypeVar("R")
 FLATTENED = "flattened_bucket"
@@ -41,6 +41,11 @@ class Peers:
     bucket_bytes: int
     timeout: float
     numbers: list[int] = field(default_factory=list)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that are gathered from other ranks at once: stacks of experts then fit a bucket."""
+        return min(CHUNK_BYTES, self.bucket_bytes)
 
     def engine(self, number: int) -> EngineAdmin | None:
         """The engine of this number; None where it takes no part."""
@@ -70,7 +75,7 @@ class FromRankZero(Transport):
 
     def send(self) -> None:
         trainer = self._peers.trainer
-        tensors = hf_named_tensors(trainer.module, trainer.config)
+        tensors = hf_named_tensors(trainer.module, trainer.config, chunk_bytes=self._peers.chunk_bytes)
         try:
             if trainer.rank == 0:
                 self._send(tensors)
