@@ -343,6 +343,23 @@ BAD = {
     "adapters without a rank": ({"--lora-alpha": "8"}, "--lora-alpha has no effect without --lora-rank"),
     "adapters of rank 0": ({"--lora-rank": "0"}, "--lora-rank must be at least 1, got 0"),
     "adapters wider than the model": ({"--lora-rank": "65"}, "--lora-rank must be at most the hidden size 64, got 65"),
+    "an update of no adapters": (
+        {"--lora-weight-update": "adapters"}, "--lora-weight-update has no effect without --lora-rank"
+    ),
+    "adapters by a transport of whole weights": (
+        {
+            "--lora-rank": "4", "--lora-weight-update": "adapters",
+            "--update-weight-transport": "slime_retool.trainer.weight_sync.disk.DiskTransport",
+        },
+        "sends whole weights; use --lora-weight-update merged",
+    ),
+    "adapters beside a speculating model": (
+        {"--lora-rank": "4", "--lora-weight-update": "adapters", "--sglang-speculative-algorithm": "EAGLE3"},
+        "with NGRAM only, got --sglang-speculative-algorithm EAGLE3",
+    ),
+    "an engine's adapters set by hand": (
+        {"--sglang-max-lora-rank": "8"}, "--sglang-max-lora-rank cannot be passed through: --max-lora-rank is set from"
+    ),
     "a token for no server": ({"--sandbox-token-file": "token"}, "--sandbox-token-file has no effect without --sand"),
     "a token that is not there": (
         {"--sandbox-url": "http://h:1", "--sandbox-token-file": "/no/token"}, "--sandbox-token-file: no such file"
@@ -480,14 +497,15 @@ def test_routing_replay_is_for_mixtures_of_experts_whose_prompts_are_read_in_chu
         checked(run_args | replay | {"--sglang-chunked-prefill-size": "-1"})
 
 
-def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
+def test_engines_get_adapters_of_experts_merged(run_args):
     write_mixture(run_args["--hf-checkpoint"])
     args = run_args | {"--lora-rank": "4"}
-    with pytest.raises(
-        ConfigError, match="linear_fc1 linear_fc2: experts take no adapters; use linear_qkv linear_proj"
-    ):
+    assert len(checked(args).lora.targets) == 4 and not checked(args).serves_adapters
+    args |= {"--lora-weight-update": "adapters"}
+    with pytest.raises(ConfigError, match="adapters of experts .linear_fc1 linear_fc2.; use .* merged, or --lora-t"):
         checked(args)
-    assert checked(args | {"--lora-target-modules": "linear_qkv linear_proj"}).num_experts == 4
+    assert checked(args | {"--lora-target-modules": "linear_qkv linear_proj"}).serves_adapters
+    assert not checked(args | {"--debug-rollout-only": None}).serves_adapters
 
 
 def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):
