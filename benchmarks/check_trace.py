@@ -15,7 +15,7 @@ import gzip
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,17 +97,26 @@ def pieces_of(trace: dict[str, Any]) -> list[Piece]:
     ]
 
 
-def sums(pieces: Iterable[Piece]) -> dict[str, float]:
-    """The lanes' sums under the names of the metrics that they should be equal to."""
+def sums(pieces: Sequence[Piece]) -> dict[str, float]:
+    """The lanes' sums under the names of the metrics that they should be equal to.
+
+    An evaluation within the step is of the weights before it (--max-staleness), and waiting for it no part of the step.
+    """
+    step_ends = [each.begin + each.seconds for each in pieces if (each.group, each.name) == ("driver", "step")]
     driver: dict[str, float] = defaultdict(float)
+    waited = 0.0
     ranks: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for piece in pieces:
-        if piece.group == "driver":
-            driver[piece.name] += piece.seconds
-        elif piece.group == "trainers":
+        if piece.group == "trainers":
             ranks[piece.name][piece.lane] += piece.seconds
+        elif piece.group != "driver":
+            continue
+        elif piece.name == "evaluation" and piece.begin < max(step_ends, default=0.0):
+            waited += piece.seconds
+        else:
+            driver[piece.name] += piece.seconds
     found = {f"perf/{name}_seconds": driver[name] for name in PHASES}
-    found["perf/step_seconds"] = driver["step"] - driver["save"]
+    found["perf/step_seconds"] = driver["step"] - driver["save"] - waited
     found["perf/idle_seconds"] = found["perf/step_seconds"] - sum(driver[name] for name in PHASES)
     if driver["evaluation"]:
         found["perf/eval_seconds"] = driver["evaluation"]
@@ -117,7 +126,7 @@ def sums(pieces: Iterable[Piece]) -> dict[str, float]:
     return found
 
 
-def differences(pieces: Iterable[Piece], metrics: dict[str, float]) -> list[str]:
+def differences(pieces: Sequence[Piece], metrics: dict[str, float]) -> list[str]:
     """Sums that are off by more than SHARE of the metric (of the step, for what is left of it)."""
     found = []
     for name, seconds in sums(pieces).items():

@@ -16,11 +16,25 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_bridge.checkpoint import checkpoint_name, exists, is_part_of_root, write_latest
-from megatron_bridge.hf_config import check_against_hf, check_tokenizer, model_args_from_hf, read_hf_config
+from megatron_bridge.hf_config import (
+    check_against_hf,
+    check_tokenizer,
+    model_args_from_hf,
+    read_hf_config,
+    untrained_layers,
+)
 from megatron_bridge.layout import from_hf, hf_shapes, megatron_shape, to_hf
 from megatron_bridge.lora_checkpoint import open_weights
 from megatron_bridge.model_config import ModelArgs, check_pipeline, check_tensor_parallel, required
-from megatron_bridge.names import EMBEDDING, OUTPUT_LAYER, VOCABULARY, find_parameter, hf_names, megatron_names
+from megatron_bridge.names import (
+    EMBEDDING,
+    HF_LAYER_PREFIX,
+    OUTPUT_LAYER,
+    VOCABULARY,
+    find_parameter,
+    hf_names,
+    megatron_names,
+)
 from megatron_bridge.read_ahead import ReadAhead
 from megatron_bridge.safetensors_io import INDEX_FILE, SafetensorsCheckpoint, TensorEntry, rewrite_file
 from megatron_bridge.torch_dist_io import TorchDistReader, write_torch_dist
@@ -52,13 +66,14 @@ def convert_hf_to_torch_dist(
     The model flags are compared with config.json before anything else is read.
     Raises ValueError for what does not fit together, and for an existing non-empty `save` without `force`.
     """
-    check_against_hf(model, read_hf_config(hf_checkpoint))
+    hf_config = read_hf_config(hf_checkpoint)
+    check_against_hf(model, hf_config)
     check_tokenizer(hf_checkpoint)
     check_tensor_parallel(model, tp)
     check_pipeline(required(model, "num_layers"), pp, first=first, last=last)
     hf = SafetensorsCheckpoint(hf_checkpoint)
     names = megatron_names(model)
-    _check_hf_tensors(hf, model, names)
+    _check_hf_tensors(hf, model, names, untrained_layers(hf_config))
 
     def hf_tensors(name: str) -> dict[str, Tensor]:
         return {hf_name: hf.read(hf_name) for hf_name in hf_names(name, model)}
@@ -91,16 +106,18 @@ def convert_torch_dist_to_hf(
 ) -> None:
     """Write an HF checkpoint of the torch_dist weights, with the files, keys, shapes and dtypes of the original.
 
-    Reads a converter's or a trainer's checkpoint (optimizer states are ignored) that any layout wrote. LoRA adapters
+    Reads a converter's or a trainer's checkpoint (optimizer states are ignored) that any layout wrote. Layers beyond
+    the model's, such as GLM-4.5's head for a second token, are the original's. LoRA adapters
     are merged into the weights of their base, which `base_dir` names where it is no longer where the run had it.
     Raises ValueError for weights that do not belong to the original's config.json, and for an existing non-empty
     `output_dir` without `force`.
     """
     origin = Path(origin_hf_dir)
-    model = model_args_from_hf(read_hf_config(origin))
+    hf_config = read_hf_config(origin)
+    model, untrained = model_args_from_hf(hf_config), untrained_layers(hf_config)
     hf = SafetensorsCheckpoint(origin)
     names = megatron_names(model)
-    _check_hf_tensors(hf, model, names)
+    _check_hf_tensors(hf, model, names, untrained)
     reader = open_weights(input_dir, base_dir)
     _check_torch_dist(reader, model, names)
     sources = {hf_name: name for name in names for hf_name in hf_names(name, model)}
@@ -117,7 +134,7 @@ def convert_torch_dist_to_hf(
         with tqdm(total=len(hf.entries), desc="torch_dist -> HF", unit="tensor", disable=not progress or None) as bar:
 
             def value_of(hf_name: str) -> Tensor:
-                if _is_buffer(hf_name):
+                if _is_kept(hf_name, untrained):
                     return hf.read(hf_name)
                 tensors = hf_tensors(sources[hf_name])
                 value = tensors[hf_name if hf_name in tensors else EMBEDDING_HF]
@@ -205,12 +222,16 @@ def _check_replaceable(folder: Path, sources: Sequence[str | Path]) -> None:
         )
 
 
-def _is_buffer(hf_name: str) -> bool:
-    """Old checkpoints hold rotary frequencies, which are computed and not learned."""
-    return hf_name.endswith("rotary_emb.inv_freq")
+def _is_kept(hf_name: str, untrained: range) -> bool:
+    """Whether a tensor is none of the model's, and stays as it is.
+
+    Old checkpoints hold rotary frequencies, which are computed and not learned; some hold layers beyond the model's.
+    """
+    match = re.match(re.escape(HF_LAYER_PREFIX) + r"(\d+)\.", hf_name)
+    return hf_name.endswith("rotary_emb.inv_freq") or (match is not None and int(match.group(1)) in untrained)
 
 
-def _check_hf_tensors(hf: SafetensorsCheckpoint, model: ModelArgs, names: list[str]) -> None:
+def _check_hf_tensors(hf: SafetensorsCheckpoint, model: ModelArgs, names: list[str], untrained: range) -> None:
     """Every expected tensor is there with its shape and nothing else is, or ValueError."""
     expected: dict[str, tuple[int, ...]] = {}
     for name in names:
@@ -226,7 +247,7 @@ def _check_hf_tensors(hf: SafetensorsCheckpoint, model: ModelArgs, names: list[s
         if hf.entries[hf_name].shape != shape:
             found = hf.entries[hf_name].shape
             raise ValueError(f"{hf.directory}: {hf_name} has shape {list(found)}, config.json implies {list(shape)}")
-    extra = [hf_name for hf_name in hf.entries if hf_name not in expected and not _is_buffer(hf_name)]
+    extra = [hf_name for hf_name in hf.entries if hf_name not in expected and not _is_kept(hf_name, untrained)]
     if OUTPUT_LAYER_HF in extra:
         # tie_word_embeddings is true here, else the head would be expected
         if not torch.equal(hf.read(OUTPUT_LAYER_HF), hf.read(EMBEDDING_HF)):

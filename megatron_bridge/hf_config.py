@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,26 @@ from typing import Any
 from megatron_bridge.checkpoint import what_it_is
 from megatron_bridge.flags import changed, option_name
 from megatron_bridge.model_config import ModelArgs, check_model, head_dim, moe_layers, query_groups
-from megatron_bridge.names import FAMILIES
+from megatron_bridge.names import FAMILIES, Family
 
 HfConfig = dict[str, Any]
+
+_DELTA_NET = (
+    "its gated delta net layers are missing: megatron-core 0.16's take no packed sequences, and "
+    "flash-linear-attention, which 0.19's need, runs on no CPU"
+)
+MISSING = {
+    "gpt_oss": (
+        "its attention sinks are missing: megatron-core's attention that has them takes no packed sequences, and "
+        "torch's varlen_attn and SGLang's attention on a CPU have none"
+    ),
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET,
+    "glm4": "its norms after attention and MLP are missing in megatron-core's layers",
+    "glm4_moe_lite": "its multi-head latent attention is missing in the bridge",
+}
+"""Of families that are asked for, what is missing to train them, and in which package (docs/models.md says more)."""
 
 
 def read_hf_config(checkpoint_dir: str | Path) -> HfConfig:
@@ -62,15 +80,23 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
     """The flags that describe the checkpoint. ValueError for a model that this bridge does not implement."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported: one of {', '.join(FAMILIES)} is")
+        missing = MISSING.get(str(model_type))
+        raise ValueError(
+            f"model_type {model_type!r} is not supported: {missing + '; ' if missing else ''}"
+            f"one of {', '.join(FAMILIES)} is"
+        )
     family = FAMILIES[model_type]
-    _refuse_unsupported(config, model_type)
+    if config.get("use_qk_norm"):
+        if family.with_qk_norm is None:
+            raise ValueError(f"config.json's use_qk_norm is not supported for model_type {model_type}")
+        family = family.with_qk_norm
+    _refuse_unsupported(config, family)
     rope = _rope_parameters(config)
     heads, hidden = _need(config, "num_attention_heads"), _need(config, "hidden_size")
     # transformers' own defaults where the key may be left out
     groups = config.get("num_key_value_heads") or heads
     kv_channels = config.get("head_dim") or family.head_dim or hidden // heads
-    experts = _expert_args(config) if family.experts else {}
+    experts = {} if family.mixture is None else _expert_args(config, family)
     return ModelArgs(
         num_layers=_need(config, "num_hidden_layers"),
         hidden_size=hidden,
@@ -89,6 +115,7 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
         use_rotary_position_embeddings=True,
         rotary_base=_whole(rope["rope_theta"]),
+        rotary_percent=1.0 if family.rotary_percent is None else _rotated_share(config) or family.rotary_percent,
         use_rope_scaling=rope["rope_type"] == "llama3",
         rope_scaling_factor=float(rope.get("factor", 8.0)),
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
@@ -104,20 +131,74 @@ def described_by_hf(model: ModelArgs, config: HfConfig) -> ModelArgs:
     return replace(model_args_from_hf(config), make_vocab_size_divisible_by=model.make_vocab_size_divisible_by)
 
 
-def _expert_args(config: HfConfig) -> dict[str, Any]:
-    """The flags of a mixture of experts. A layer has experts unless listed, or skipped by decoder_sparse_step."""
+def _expert_args(config: HfConfig, family: Family) -> dict[str, Any]:
+    """The flags of a mixture of experts."""
+    found = _EXPERTS[family.model_type](config)
+    sparse = found.pop("sparse")
+    freq = "1" if all(sparse) else "[" + ",".join(str(int(experts)) for experts in sparse) + "]"
+    return dict(moe_router_topk=_need(config, "num_experts_per_tok"), moe_layer_freq=freq, **found)
+
+
+def _qwen_experts(config: HfConfig) -> dict[str, Any]:
+    """A layer has experts unless listed, or skipped by decoder_sparse_step."""
     if "num_experts" not in config and "num_local_experts" in config:
         config = {**config, "num_experts": config["num_local_experts"]}  # transformers 5 writes it so
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    layers = _need(config, "num_hidden_layers")
-    sparse = [(layer + 1) % step == 0 and layer not in dense for layer in range(layers)]
     return dict(
+        sparse=[(layer + 1) % step == 0 and layer not in dense for layer in range(_need(config, "num_hidden_layers"))],
         num_experts=_need(config, "num_experts"),
-        moe_router_topk=_need(config, "num_experts_per_tok"),
         moe_ffn_hidden_size=_need(config, "moe_intermediate_size"),
         moe_router_pre_softmax=not config.get("norm_topk_prob", False),
-        moe_layer_freq="1" if all(sparse) else "[" + ",".join(str(int(s)) for s in sparse) + "]",
     )
+
+
+def _qwen2_experts(config: HfConfig) -> dict[str, Any]:
+    """Beside them one for all tokens, with a gate."""
+    shared = _need(config, "shared_expert_intermediate_size")
+    return dict(**_qwen_experts(config), moe_shared_expert_intermediate_size=shared, moe_shared_expert_gate=True)
+
+
+def _glm_experts(config: HfConfig) -> dict[str, Any]:
+    """All layers but the first few have experts, and one for all tokens."""
+    if "n_routed_experts" not in config and "num_local_experts" in config:
+        config = {**config, "n_routed_experts": config["num_local_experts"]}
+    first, layers = config.get("first_k_dense_replace", 1), _need(config, "num_hidden_layers")
+    shared = config.get("n_shared_experts", 1) * _need(config, "moe_intermediate_size")
+    return dict(
+        sparse=[layer >= first for layer in range(layers)],
+        num_experts=_need(config, "n_routed_experts"),
+        moe_ffn_hidden_size=_need(config, "moe_intermediate_size"),
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        moe_shared_expert_intermediate_size=shared,
+    )
+
+
+def _mixtral_experts(config: HfConfig) -> dict[str, Any]:
+    """All layers have experts, which are as wide as a dense MLP."""
+    return dict(
+        sparse=[True] * _need(config, "num_hidden_layers"),
+        num_experts=_need(config, "num_local_experts"),
+        moe_ffn_hidden_size=_need(config, "intermediate_size"),
+    )
+
+
+_EXPERTS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
+    "qwen3_moe": _qwen_experts,
+    "qwen2_moe": _qwen2_experts,
+    "glm4_moe": _glm_experts,
+    "mixtral": _mixtral_experts,
+}
+
+
+def untrained_layers(config: HfConfig) -> range:
+    """Numbers of the layers that a checkpoint holds beyond the model's: heads that predict further tokens (MTP).
+
+    The bridge neither trains nor serves them; they go through a conversion as they are.
+    """
+    layers = _need(config, "num_hidden_layers")
+    return range(layers, layers + (config.get("num_nextn_predict_layers") or 0))
 
 
 _SIZES = {
@@ -134,7 +215,10 @@ _NUMBERS = {
     "normalization": "normalisation",
     "num_experts": "num_experts",
     "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_ffn_hidden_size": "width of an expert",
+    "moe_router_score_function": "router's score function",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "moe_shared_expert_intermediate_size": "shared expert's width",
 }
 """Flags that are numbers or names -> config.json's keys."""
 
@@ -164,6 +248,8 @@ def check_against_hf(model: ModelArgs, config: HfConfig) -> None:
         "untie_embeddings_and_output_weights": (
             f"has tie_word_embeddings {str(not wanted.untie_embeddings_and_output_weights).lower()}"
         ),
+        "moe_router_enable_expert_bias": kind,
+        "moe_shared_expert_gate": kind,
         "moe_router_pre_softmax": f"has norm_topk_prob {str(not wanted.moe_router_pre_softmax).lower()}",
     }
     for name, what in switches.items():
@@ -241,14 +327,40 @@ def _rope_parameters(config: HfConfig) -> dict[str, Any]:
     return rope
 
 
-def _refuse_unsupported(config: HfConfig, model_type: str) -> None:
+def _rotated_share(config: HfConfig) -> float | None:
+    """The share of each head that is rotated, where config.json says it."""
+    return (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+
+
+_GLM4_GROUPS = "Megatron scores groups of experts by other experts than the model does"
+_ONLY: dict[str, dict[str, tuple[Any, Any, str]]] = {
+    "qwen2_moe": {"qkv_bias": (True, True, "its layers have biases of query, key and value")},
+    "glm4_moe": {
+        "attention_bias": (False, True, "its layers have biases of query, key and value"),
+        "norm_topk_prob": (True, True, "Megatron's sigmoid router divides the weights by their sum"),
+        "n_group": (1, 1, _GLM4_GROUPS),
+        "topk_group": (1, 1, _GLM4_GROUPS),
+    },
+    "mixtral": {"sliding_window": (None, None, "attention is over the whole sequence")},
+}
+"""Of a model_type, the value of a key where config.json leaves it out, the only one that is supported, and why."""
+
+
+def _refuse_unsupported(config: HfConfig, family: Family) -> None:
+    model_type = family.model_type
+    only = _ONLY.get(model_type, {})
+    for key, (default, wanted, reason) in only.items():
+        if (found := config.get(key, default)) != wanted:
+            raise ValueError(
+                f"config.json's {key} {found!r} is not supported for {model_type}, only {wanted}: {reason}"
+            )
     biases = f"{model_type} checkpoints with it have biases that the bridge has no place for"
     partial = any(kind != "full_attention" for kind in config.get("layer_types") or [])
     refused = {
         "hidden_act": (config.get("hidden_act", "silu") not in ("silu", "swish"), "only silu is"),
         "use_sliding_window": (config.get("use_sliding_window"), "only full attention is"),
         "layer_types": (partial, "only full_attention is"),
-        "attention_bias": (config.get("attention_bias"), biases),
+        "attention_bias": ("attention_bias" not in only and config.get("attention_bias"), biases),
         "mlp_bias": (config.get("mlp_bias"), "only MLPs without biases are"),
         "rope_interleaved": (config.get("rope_interleaved"), "only the half-split rotary layout is"),
         "attention_dropout": (config.get("attention_dropout"), "only models without dropout are"),
@@ -256,8 +368,7 @@ def _refuse_unsupported(config: HfConfig, model_type: str) -> None:
     for key, (found, reason) in refused.items():
         if found:
             raise ValueError(f"config.json's {key} {config[key]!r} is not supported: {reason}")
-    rotated = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if rotated not in (None, 1, 1.0):
+    if family.rotary_percent is None and (rotated := _rotated_share(config)) not in (None, 1, 1.0):
         raise ValueError(f"config.json's partial_rotary_factor {rotated} is not supported: only 1.0 is")
     if config.get("quantization_config"):
         raise ValueError("config.json has a quantization_config: convert an unquantised checkpoint")

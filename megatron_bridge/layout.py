@@ -109,7 +109,9 @@ def hf_shapes(name: str, model: ModelArgs) -> dict[str, tuple[int, ...]]:
         "kv": query_groups(model) * head_dim(model),
         "head": head_dim(model),
         "ffn": required(model, "ffn_hidden_size" if parameter.expert is None else "moe_ffn_hidden_size"),
+        "shared": model.moe_shared_expert_intermediate_size or 0,
         "experts": model.num_experts or 0,
+        "one": 1,
     }
     shapes = [tuple(sizes[axis] for axis in axes.split()) for axes in parameter.hf.values()]
     return dict(zip(hf_names(name, model), shapes, strict=True))

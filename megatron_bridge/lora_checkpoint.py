@@ -25,7 +25,7 @@ class MergedReader(TorchDistReader):
         weight = super().read(name)
         layer, rest = split_name(name)
         module, _, kind = rest.rpartition(".")
-        if layer is None or kind != "weight" or not self._spec.adapters(module):
+        if layer is None or kind != "weight" or not self._spec.adapts(module):
             return weight
         a, b = read_adapter(self._adapters, layer, module)
         if a.shape[1] != weight.shape[1] or b.flatten(0, -2).shape[0] != weight.shape[0]:

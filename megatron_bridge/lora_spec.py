@@ -1,15 +1,22 @@
 """What a LoRA adapter is (https://arxiv.org/abs/2106.09685): its size, where it sits, its names. No torch.
 
 An adapted linear layer computes W x + (alpha / rank) B A x with A [rank, in] and B [out, rank]. W is frozen.
-A checkpoint of adapters holds, for each adapted layer, the keys `decoder.layers.<module>.lora_a` and `...lora_b`, and
-beside them `lora.json`, which is this dataclass.
+In a mixture of experts every expert has adapters of its own: those of its linear_fc1 and its linear_fc2.
+A checkpoint of adapters holds, for each adapted layer, the keys `decoder.layers.<module>.lora_a` and `...lora_b` (of
+experts `decoder.layers.mlp.experts.experts.<module>.lora_a`, stacked as their weights are), and beside them
+`lora.json`, which is this dataclass.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from megatron_bridge.model_config import ModelArgs
+from megatron_bridge.names import LAYER_PREFIX, hf_names
 
 LORA_FILE = "lora.json"
 LORA_A, LORA_B = "lora_a", "lora_b"
@@ -21,6 +28,10 @@ TARGET_MODULES = {
     "linear_fc2": "mlp.linear_fc2",
 }
 """Name of a target -> the module in a transformer layer."""
+EXPERT_TARGETS = tuple(target for target, module in TARGET_MODULES.items() if module.startswith("mlp."))
+"""Targets that are modules of every expert where a layer has experts."""
+
+_OF_EXPERT = re.compile(r"mlp\.experts\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,20 @@ class LoraSpec:
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def adapters(self, module: str) -> bool:
-        """Whether this module of a layer (a value of `TARGET_MODULES`) has an adapter."""
-        return module in {TARGET_MODULES[target] for target in self.targets}
+    def adapts(self, module: str) -> bool:
+        """Whether this module of a layer has an adapter: a value of `TARGET_MODULES`, or an expert's module."""
+        return _OF_EXPERT.sub("mlp.", module) in {TARGET_MODULES[target] for target in self.targets}
+
+    def modules(self, num_experts: int = 0) -> list[str]:
+        """The adapted modules of one layer, by their global names; `num_experts` 0 is a layer with a dense MLP."""
+        names = []
+        for target in self.targets:
+            module = TARGET_MODULES[target]
+            if target in EXPERT_TARGETS and num_experts:
+                names += [expert_module(expert, target) for expert in range(num_experts)]
+            else:
+                names.append(module)
+        return names
 
     def same_adapters(self, other: LoraSpec) -> bool:
         """Whether the tensors of one fit the other and mean the same; the base may lie elsewhere."""
@@ -63,6 +85,20 @@ class LoraSpec:
             return cls(**{**content, "targets": tuple(content["targets"])})
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is damaged ({error}): use another checkpoint") from error
+
+
+def expert_module(expert: int, target: str) -> str:
+    """Global name of an expert's module within its layer."""
+    return f"mlp.experts.experts.{expert}.{target}"
+
+
+def hf_targets(targets: Iterable[str], model: ModelArgs) -> list[str]:
+    """The Hugging Face layers that these targets are, by the last part of their names: `q_proj`, ..."""
+    return [
+        name.split(".")[-2]
+        for target in targets
+        for name in hf_names(f"{LAYER_PREFIX}0.{TARGET_MODULES[target]}.weight", model)
+    ]
 
 
 def is_adapter(name: str) -> bool:

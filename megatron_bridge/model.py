@@ -19,7 +19,7 @@ Shapes. T = tokens of the micro-batch, V = padded vocabulary, H = hidden size, t
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from megatron_bridge.cpu_compat import install_cpu_compat
 from megatron_bridge.layer_spec import resolve_attention_backend, resolve_transformer_impl
 from megatron_bridge.model_config import ModelArgs, head_dim, moe_layers, padded_vocab_size, required
+from megatron_bridge.names import EXPERT_BIAS
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -127,19 +128,21 @@ def _set_rotary(gpt: Any, model: ModelArgs, config: Any) -> None:
 
 
 def _set_activation(gpt: Any) -> None:
-    """Our SwiGLU in dense layers, by the switch that makes Megatron call an activation on both halves.
+    """Our SwiGLU in dense layers and shared experts.
 
-    On the built layers: in the config it would also change experts, whose activation weighs tokens.
+    By the switch that makes Megatron call an activation on both halves. On the built layers: in the config it would
+    also change routed experts, whose activation weighs tokens.
     """
-    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from megatron_bridge.fused import swiglu
 
     for layer in gpt.decoder.layers:
-        if type(layer.mlp) is MLP:
-            layer.mlp.config = copy.copy(layer.mlp.config)
-            layer.mlp.config.use_te_activation_func, layer.mlp.config.bias_activation_fusion = True, False
-            layer.mlp.activation_func = swiglu
+        mlp = layer.mlp.shared_experts if isinstance(layer.mlp, MoELayer) else layer.mlp
+        if mlp is not None:
+            mlp.config = copy.copy(mlp.config)
+            mlp.config.use_te_activation_func, mlp.config.bias_activation_fusion = True, False
+            mlp.activation_func = swiglu
 
 
 def _fuse_gradient_accumulation(gpt: Any) -> None:
@@ -149,6 +152,12 @@ def _fuse_gradient_accumulation(gpt: Any) -> None:
     for module in gpt.modules():
         if isinstance(module, TransformerEngineBaseModule):
             module.fuse_wgrad_accumulation = True
+
+
+def named_weights(gpt: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in this rank's modules, tensor) of what a checkpoint holds: all parameters, then the experts' biases."""
+    yield from gpt.named_parameters()
+    yield from ((name, buffer) for name, buffer in gpt.named_buffers() if name.endswith(EXPERT_BIAS))
 
 
 def output_weight(gpt: Any) -> torch.nn.Parameter:

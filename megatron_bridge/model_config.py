@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 from megatron_bridge.flags import changed, flag, option_name
@@ -52,6 +52,21 @@ class ModelArgs:
     moe_ffn_hidden_size: int | None = flag(None, min=1, help="Width of an expert's inner layer.")
     moe_router_pre_softmax: bool = flag(
         False, help="Weight experts by the softmax over all of them, not over the chosen (norm_topk_prob is false)."
+    )
+    moe_router_score_function: str = flag(
+        "softmax", choices=("softmax", "sigmoid"), help="What makes experts' scores of the router's logits."
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False, help="Experts are chosen by score plus a bias (GLM-4.5), which stays as it is in the checkpoint."
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, above=0, help="What the chosen experts' weights are multiplied with (routed_scaling_factor)."
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, min=1, help="Width of the expert that every token goes through, beside those it is sent to."
+    )
+    moe_shared_expert_gate: bool = flag(
+        False, help="The shared expert's output is weighed by a sigmoid of its own (Qwen2-MoE)."
     )
     moe_layer_freq: str = flag(
         "1", help="Layers with experts: N for layers 0, N, 2N, ..., or a list of 0 and 1 such as [0]*3+[1]*45."
@@ -123,7 +138,7 @@ def check_model(model: ModelArgs) -> None:
     }
     for name, given in wanted.items():
         if not given:
-            raise ValueError(f"{name} is missing: Qwen2, Qwen3 and Llama models all have it")
+            raise ValueError(f"{name} is missing: all supported models have it")
     heads, groups = required(model, "num_attention_heads"), query_groups(model)
     if model.num_query_groups is not None and not model.group_query_attention:
         raise ValueError(f"--num-query-groups {model.num_query_groups} needs --group-query-attention")
@@ -138,7 +153,7 @@ def check_model(model: ModelArgs) -> None:
 
 def _check_experts(model: ModelArgs) -> None:
     if model.num_experts is None:
-        names = ("moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax", "moe_layer_freq")
+        names = [field.name for field in fields(ModelArgs) if field.name.startswith("moe_")]
         if given := changed(model, names):
             raise ValueError(f"{option_name(given[0])} needs --num-experts: the model has no experts without it")
         return
@@ -149,8 +164,19 @@ def _check_experts(model: ModelArgs) -> None:
             "per token as there are"
         )
     required(model, "moe_ffn_hidden_size")
+    _check_router(model)
     if not any(moe_layers(model)):
         raise ValueError(f"--moe-layer-freq {model.moe_layer_freq} gives no layer experts: leave --num-experts out")
+
+
+def _check_router(model: ModelArgs) -> None:
+    sigmoid = model.moe_router_score_function == "sigmoid"
+    if model.moe_router_enable_expert_bias and not sigmoid:
+        raise ValueError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it")
+    if model.moe_router_pre_softmax and sigmoid:
+        raise ValueError("--moe-router-pre-softmax has no effect on --moe-router-score-function sigmoid: leave it out")
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
+        raise ValueError("--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size: add it")
 
 
 def nearest_divisor(total: int, wanted: int) -> int:
@@ -163,6 +189,8 @@ def check_tensor_parallel(model: ModelArgs, tp: int) -> None:
     divided = {"key/value heads": query_groups(model)}
     if not all(moe_layers(model)):
         divided["ffn hidden size"] = required(model, "ffn_hidden_size")
+    if model.moe_shared_expert_intermediate_size is not None:
+        divided["shared expert's width"] = model.moe_shared_expert_intermediate_size
     for name, value in divided.items():
         if value % tp:
             nearest = nearest_divisor(math.gcd(*divided.values()), tp)

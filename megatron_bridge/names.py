@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_bridge.model_config import ModelArgs, moe_layers
 
@@ -33,7 +33,7 @@ class Parameter:
     """One Megatron parameter, the HF tensors it holds, and how both are laid out.
 
     hf: {name: axes}, each axis named by its size: `hidden`, `query` and `kv` (all heads), `head` (one), `ffn` (of an
-    expert in an expert), `experts`, `vocabulary`.
+    expert in an expert), `shared` (of the shared expert), `experts`, `vocabulary`, `one`.
     tp_axis: the dimension that tensor parallelism splits (expert tensor parallelism in an expert), None for a
     replicated parameter. A GATED parameter's shard is [gate shard; up shard].
     """
@@ -52,6 +52,20 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """A family's mixture of experts: its parameters, and the flags that go with them."""
+
+    layer: tuple[Parameter, ...]
+    """Those of a layer beside the experts: norm, router, shared expert."""
+    expert: tuple[Parameter, ...]
+    """Those of one expert, with the place-holder EXPERT in their names."""
+    score_function: str = "softmax"
+    expert_bias: bool = False
+    shared_expert: bool = False
+    shared_expert_gate: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family: the parameters of its layers but for the MLP, and the flags that go with it."""
 
@@ -59,19 +73,26 @@ class Family:
     layer: tuple[Parameter, ...]
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
-    experts: bool = False
+    mixture: Mixture | None = None
+    with_qk_norm: Family | None = None
+    """What it is where config.json says use_qk_norm."""
     head_dim: int | None = None
     """Where config.json does not say; None: hidden size / heads."""
+    rotary_percent: float | None = None
+    """Where config.json does not say; None: 1, and config.json cannot say otherwise."""
 
     def layer_parameters(self, num_experts: int = 0) -> tuple[Parameter, ...]:
         """Parameters of one transformer layer; `num_experts` 0 is a layer with a dense MLP."""
-        if not num_experts:
+        if not num_experts or self.mixture is None:
             return self.layer + DENSE_MLP
-        experts = (entry.of_expert(expert) for expert in range(num_experts) for entry in EXPERT_MLP)
-        return (*self.layer, *MOE_LAYER, *experts)
+        experts = (entry.of_expert(expert) for expert in range(num_experts) for entry in self.mixture.expert)
+        return (*self.layer, *self.mixture.layer, *experts)
 
 
 EXPERT = "{expert}"
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""What is added to an expert's score to choose experts, and not to weigh them: a buffer [experts], fp32. It is not
+learned; DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 2.1.2) moves it to balance the load."""
 
 DENSE_MLP = (
     Parameter("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "hidden"}),
@@ -94,6 +115,20 @@ EXPERT_MLP = tuple(
     for entry in DENSE_MLP[1:]
 )
 """The dense MLP's matrices, for each expert."""
+
+
+def _shared_expert(hf_prefix: str) -> tuple[Parameter, ...]:
+    """The dense MLP's matrices, of the expert that every token goes through; split like a dense MLP."""
+    return tuple(
+        Parameter(
+            entry.megatron.replace("mlp.", "mlp.shared_experts."),
+            {name.replace("mlp.", hf_prefix): axes.replace("ffn", "shared") for name, axes in entry.hf.items()},
+            entry.kind,
+            entry.tp_axis,
+        )
+        for entry in DENSE_MLP[1:]
+    )
+
 
 EMBEDDING = Parameter(
     "embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocabulary hidden"}, VOCABULARY, 0
@@ -121,34 +156,81 @@ LLAMA = Family(
     ),
 )
 
-QWEN2 = Family(
-    "qwen2",
-    layer=(
-        *LLAMA.layer,
-        Parameter(
-            "self_attention.linear_qkv.bias",
-            {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"},
-            QKV,
-            0,
-        ),
-    ),
+QKV_BIAS = Parameter(
+    "self_attention.linear_qkv.bias",
+    {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"},
+    QKV,
+    0,
+)
+HEAD_NORMS = (
+    Parameter("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}),
+    Parameter("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}),
+)
+
+QWEN2 = Family("qwen2", (*LLAMA.layer, QKV_BIAS), add_qkv_bias=True)
+
+QWEN3 = Family("qwen3", LLAMA.layer + HEAD_NORMS, qk_layernorm=True, head_dim=128)
+
+QWEN3_MOE = Family("qwen3_moe", QWEN3.layer, qk_layernorm=True, mixture=Mixture(MOE_LAYER, EXPERT_MLP))
+
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    QWEN2.layer,
     add_qkv_bias=True,
-)
-
-QWEN3 = Family(
-    "qwen3",
-    layer=(
-        *LLAMA.layer,
-        Parameter("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}),
-        Parameter("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}),
+    mixture=Mixture(
+        layer=(
+            *MOE_LAYER,
+            *_shared_expert("mlp.shared_expert."),
+            Parameter("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": "one hidden"}),
+        ),
+        expert=EXPERT_MLP,
+        shared_expert=True,
+        shared_expert_gate=True,
     ),
-    qk_layernorm=True,
-    head_dim=128,
 )
 
-QWEN3_MOE = Family("qwen3_moe", QWEN3.layer, qk_layernorm=True, experts=True)
+_GLM4_MIXTURE = Mixture(
+    layer=(
+        *MOE_LAYER,
+        Parameter(EXPERT_BIAS, {"mlp.gate.e_score_correction_bias": "experts"}),
+        *_shared_expert("mlp.shared_experts."),
+    ),
+    expert=EXPERT_MLP,
+    score_function="sigmoid",
+    expert_bias=True,
+    shared_expert=True,
+)
+GLM4_MOE = Family(
+    "glm4_moe",
+    QWEN2.layer,
+    add_qkv_bias=True,
+    mixture=_GLM4_MIXTURE,
+    rotary_percent=0.5,
+    with_qk_norm=Family(
+        "glm4_moe", QWEN2.layer + HEAD_NORMS, add_qkv_bias=True, qk_layernorm=True, mixture=_GLM4_MIXTURE,
+        rotary_percent=0.5,
+    ),
+)  # fmt: skip
+"""GLM-4.5 to 4.7 (with norms of heads) and GLM-4.5-Air (without)."""
 
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+_OF_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "mlp.": "block_sparse_moe."}
+"""Parts of names of tensors, and what they are in Mixtral's checkpoints."""
+
+
+def _mixtrals(parameter: Parameter) -> Parameter:
+    hf = {}
+    for name, axes in parameter.hf.items():
+        for part, other in _OF_MIXTRAL.items():
+            name = name.replace(part, other)
+        hf[name] = axes
+    return replace(parameter, hf=hf)
+
+
+MIXTRAL = Family(
+    "mixtral", LLAMA.layer, mixture=Mixture(tuple(map(_mixtrals, MOE_LAYER)), tuple(map(_mixtrals, EXPERT_MLP)))
+)
+
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, GLM4_MOE, MIXTRAL)}
 
 ATTENTION_NORM = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 MLP_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
@@ -162,13 +244,35 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
 
 def family_of(model: ModelArgs) -> Family:
     """The family whose layers have the model's biases, norms and experts. ValueError when there is none."""
-    wanted = (model.add_qkv_bias, model.qk_layernorm, model.num_experts is not None)
+    wanted = (model.add_qkv_bias, model.qk_layernorm, _mixture_flags(model))
     for family in FAMILIES.values():
-        if (family.add_qkv_bias, family.qk_layernorm, family.experts) == wanted:
-            return family
+        for variant in filter(None, (family, family.with_qk_norm)):
+            mixture = variant.mixture
+            flags = None
+            if mixture is not None:
+                flags = (
+                    mixture.score_function, mixture.expert_bias, mixture.shared_expert, mixture.shared_expert_gate
+                )  # fmt: skip
+            if (variant.add_qkv_bias, variant.qk_layernorm, flags) == wanted:
+                return variant
     if model.num_experts is not None:
-        raise ValueError("--num-experts is supported for Qwen3-MoE: with --qk-layernorm and without --add-qkv-bias")
+        known = ", ".join(name for name, family in FAMILIES.items() if family.mixture is not None)
+        raise ValueError(
+            "--num-experts with these biases, norms of heads, scores and shared expert belongs to no supported "
+            f"family: take the flags of scripts/models/ or of `slime-retool convert flags` ({known})"
+        )
     raise ValueError("--add-qkv-bias and --qk-layernorm together belong to no supported family: leave one out")
+
+
+def _mixture_flags(model: ModelArgs) -> tuple[str, bool, bool, bool] | None:
+    if model.num_experts is None:
+        return None
+    return (
+        model.moe_router_score_function,
+        model.moe_router_enable_expert_bias,
+        model.moe_shared_expert_intermediate_size is not None,
+        model.moe_shared_expert_gate,
+    )
 
 
 def split_name(name: str) -> tuple[int | None, str]:
@@ -213,17 +317,20 @@ def find_parameter(name: str, model: ModelArgs) -> Parameter:
     """Table entry of a Megatron parameter, by its global name. ValueError for an unknown name."""
     layer, rest = split_name(name)
     expert, _ = split_expert(rest)
+    family = family_of(model)
     entries: Iterable[Parameter]
     if layer is None:
         entries = TOP
+    elif family.mixture is None:
+        entries = family.layer_parameters()
     elif expert is not None and expert < (model.num_experts or 0):
-        entries = (entry.of_expert(expert) for entry in EXPERT_MLP)
+        entries = (entry.of_expert(expert) for entry in family.mixture.expert)
     else:
-        entries = family_of(model).layer_parameters() + (MOE_LAYER if model.num_experts else ())
+        entries = family.layer_parameters() + family.mixture.layer
     for parameter in entries:
         if parameter.megatron == rest:
             return parameter
-    raise ValueError(f"Megatron parameter {name} is unknown to the {family_of(model).model_type} name table")
+    raise ValueError(f"Megatron parameter {name} is unknown to the {family.model_type} name table")
 
 
 def megatron_names(model: ModelArgs) -> list[str]:

@@ -1,8 +1,4 @@
-"""LoRA adapters in the format of PEFT (https://huggingface.co/docs/peft).
-
-PEFT keeps one adapter per Hugging Face layer. Query, key and value, and gate and up projection, are one layer in
-Megatron: their A is shared, so each gets a copy of it, and its own rows of B.
-"""
+"""A checkpoint's LoRA adapters as files of PEFT (see `peft_format`)."""
 
 from __future__ import annotations
 
@@ -10,20 +6,20 @@ import json
 import math
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_bridge.checkpoint import resolve_checkpoint_dir
 from megatron_bridge.convert import replace_directory
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
-from megatron_bridge.layout import megatron_shape, to_hf
+from megatron_bridge.layout import megatron_shape
 from megatron_bridge.lora_checkpoint import read_adapter
-from megatron_bridge.lora_spec import LORA_A, LORA_B, LORA_FILE, TARGET_MODULES, LoraSpec
-from megatron_bridge.model_config import ModelArgs, required
+from megatron_bridge.lora_spec import EXPERT_TARGETS, LORA_A, LORA_B, LORA_FILE, TARGET_MODULES, LoraSpec, expert_module
+from megatron_bridge.model_config import ModelArgs, moe_layers
 from megatron_bridge.names import LAYER_PREFIX
+from megatron_bridge.peft_format import adapter_config, fused_experts_adapter, layer_adapter
 from megatron_bridge.torch_dist_io import TorchDistReader
-
-PEFT_PREFIX = "base_model.model."
 
 
 def export_peft(
@@ -41,28 +37,19 @@ def export_peft(
     model = model_args_from_hf(read_hf_config(origin_hf_dir))
     reader = TorchDistReader(directory)
     _check_adapters(reader, spec, model)
-    modules = [TARGET_MODULES[target] for target in spec.targets]
     tensors: dict[str, Tensor] = {}
-    for layer in range(required(model, "num_layers")):
-        for module in modules:
-            a, b = read_adapter(reader, layer, module)
-            for weight_name, rows in to_hf(f"{LAYER_PREFIX}{layer}.{module}.weight", b.flatten(0, -2), model):
-                name = PEFT_PREFIX + weight_name.removesuffix(".weight")
-                tensors[f"{name}.lora_A.weight"] = a.clone()
-                tensors[f"{name}.lora_B.weight"] = rows.contiguous().clone()
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(origin_hf_dir).absolute()),
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "inference_mode": True,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),  # ....q_proj.lora_A.weight
-    }
+    for layer, mixture in enumerate(moe_layers(model)):
+        for target in spec.targets:
+            if mixture and target in EXPERT_TARGETS:
+                modules = [expert_module(expert, target) for expert in range(model.num_experts or 0)]
+                adapters = [read_adapter(reader, layer, module) for module in modules]
+                a, b = (torch.stack(parts) for parts in zip(*adapters, strict=True))
+                tensors |= fused_experts_adapter(layer, target, a, b)
+            else:
+                a, b = read_adapter(reader, layer, TARGET_MODULES[target])
+                named = layer_adapter(f"{LAYER_PREFIX}{layer}.{TARGET_MODULES[target]}", a, b, model)
+                tensors |= {name: tensor.contiguous().clone() for name, tensor in named.items()}
+    config = adapter_config(spec, model, str(Path(origin_hf_dir).absolute()))
     with replace_directory(output_dir, force=force, sources=[input_dir, origin_hf_dir]) as out:
         (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -70,10 +57,10 @@ def export_peft(
 
 def _check_adapters(reader: TorchDistReader, spec: LoraSpec, model: ModelArgs) -> None:
     """The adapters fit the model, or ValueError."""
-    layers = required(model, "num_layers")
-    for target in spec.targets:
-        for layer in range(layers):
-            module = f"{LAYER_PREFIX}{layer}.{TARGET_MODULES[target]}"
+    mixtures = moe_layers(model)
+    for layer, mixture in enumerate(mixtures):
+        for name in spec.modules((model.num_experts or 0) if mixture else 0):
+            module = f"{LAYER_PREFIX}{layer}.{name}"
             rows, columns = megatron_shape(f"{module}.weight", model)
             a, b = reader.shape(f"{module}.{LORA_A}"), reader.shape(f"{module}.{LORA_B}")
             found = (a[1], math.prod(b[:-1]))
@@ -82,9 +69,9 @@ def _check_adapters(reader: TorchDistReader, spec: LoraSpec, model: ModelArgs) -
                     f"{reader.directory}: the adapter of {module} has (inputs, outputs) {found}, config.json implies "
                     f"{(columns, rows)}: give the --origin-hf-dir that it was trained on"
                 )
-    deeper = f"{LAYER_PREFIX}{layers}.{TARGET_MODULES[spec.targets[0]]}.{LORA_A}"
-    if reader.holds(deeper):
+    further = spec.modules((model.num_experts or 0) if mixtures[-1] else 0)[0]
+    if reader.holds(f"{LAYER_PREFIX}{len(mixtures)}.{further}.{LORA_A}"):
         raise ValueError(
-            f"{reader.directory} has adapters of more than config.json's {layers} layers: give the --origin-hf-dir "
-            "that they were trained on"
+            f"{reader.directory} has adapters of more than config.json's {len(mixtures)} layers: give the "
+            "--origin-hf-dir that they were trained on"
         )

@@ -111,6 +111,12 @@ def _expert_fields(model: ModelArgs, *, ep: int, etp: int, grouped: bool) -> dic
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         moe_layer_freq=1 if alike_layers(model) else [int(experts) for experts in moe_layers(model)],
         moe_router_pre_softmax=model.moe_router_pre_softmax,
+        moe_router_score_function=model.moe_router_score_function,
+        moe_router_enable_expert_bias=model.moe_router_enable_expert_bias,
+        moe_router_bias_update_rate=0.0,  # the engine's bias, too, stays the checkpoint's
+        moe_router_topk_scaling_factor=model.moe_router_topk_scaling_factor,
+        moe_shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
+        moe_shared_expert_gate=model.moe_shared_expert_gate,
         moe_router_dtype="fp32",  # bf16 logits tie, and the engine and the trainer would choose other experts
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,

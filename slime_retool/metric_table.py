@@ -70,6 +70,8 @@ GROUPS = (
         "rollout/weight_version": "version of the weights that the engines hold after this step",
         "rollout/weight_version_min": "oldest weights that wrote a turn of this step",
         "rollout/weight_version_max": "newest weights that wrote a turn of this step",
+        "rollout/routed_token_ratio": "share of all tokens of the batch, prompts included, that came with the engine's "
+                                      "choice of experts (`--use-rollout-routing-replay`)",
         "rollout/overlong_masked": "samples left out of the loss because they were truncated (`--overlong-filtering`)",
         "rollout/groups_kept": "groups in the batch",
         "rollout/groups_finished": "groups that ended by themselves",
@@ -155,6 +157,11 @@ GROUPS = (
         "mismatch/ess": "effective sample size of the token ratios exp(d), as a share: 1 is none lost",
         "mismatch/sequence_ess": "the same for ratios of whole samples",
         "mismatch/turn_<n>/abs_diff": "mean |d| in turn n: a jump after turn 0 points at the template or the cache",
+        "mismatch/experts_replayed": "share of the choices of experts, one for each token in each layer with experts, "
+                                     "that were the engine's (`--use-rollout-routing-replay`); each sample's last "
+                                     "token, of which nothing is read, is not part of it",
+        "mismatch/experts_differ": "share of those in which the trainer's router would have taken another set of "
+                                   "experts",
         "tis/ratio_mean": "mean importance ratio before truncation (`--use-tis`)",
         "tis/ratio_max": "largest importance ratio",
         "tis/weight_mean": "mean weight after truncation",

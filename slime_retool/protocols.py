@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 from slime_retool.errors import ConfigError
-from slime_retool.types import Message, RolloutBatch, Sample, Span, ToolSchema
+from slime_retool.types import Message, RolloutBatch, RoutedExperts, Sample, Span, ToolSchema
 
 
 class GenerateFn(Protocol):
@@ -54,6 +54,11 @@ class Completion:
     cached_tokens: int
     versions: list[int] | None = None
     """The weight version that wrote each id, where an update came between them."""
+    routed_experts: RoutedExperts | None = None
+    """The experts chosen for the tokens from `routed_from` on, as far as they were read: the last of `ids` rarely was.
+    None where none came back."""
+    routed_from: int = 0
+    """A place in prompt and `ids` together."""
     spans: list[Span] = field(default_factory=list, compare=False)
     """A "request" for each one that it took, with its `tokens`, `prompt_tokens` and `cached_tokens`."""
 
@@ -70,6 +75,9 @@ class GenerationEngine(Protocol):
         self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
     ) -> Completion:
         """Continue `input_ids`. `session` names the sample, so that its later turns can hit the same cache.
+
+        An engine that returns experts also takes `routed_from`: those of the tokens before it are known already.
+        Only an engine that has returned some is given it.
 
         Raises EngineError after its retries.
         """

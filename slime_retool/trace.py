@@ -64,12 +64,17 @@ class _Track:
 
     def takes(self, new: Slice) -> bool:
         """Whether `new`, which begins no earlier than those before it, lies within or after them; if so it is added."""
-        while self.open and new.is_after(self.open[-1]):
-            new.begin = max(new.begin, self.open.pop().end)
-        if self.open:
-            if new.end > self.open[-1].end + NOISE:
+        begin, end, depth = new.begin, new.end, len(self.open)
+        while depth and new.is_after(self.open[depth - 1]):
+            depth -= 1
+            begin = max(begin, self.open[depth].end)
+        if depth:
+            around = self.open[depth - 1]
+            if new.end > around.end + NOISE:
                 return False
-            new.end = min(new.end, self.open[-1].end)
+            begin, end = max(begin, around.begin), min(end, around.end)
+        new.begin, new.end = begin, max(begin, end)
+        del self.open[depth:]
         self.open.append(new)
         self.slices.append(new)
         return True

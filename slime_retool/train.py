@@ -352,7 +352,9 @@ class Loop:
             batch = self._rollout.generate(rollout_id)
         if self._evaluating is not None:  # it began with these weights
             evaluated, self._evaluating = self._evaluating, None
-            phases.leave_out(self._evaluate(evaluated))
+            with phases.aside("evaluation") as waited:
+                self._evaluate(evaluated)
+            phases.leave_out(waited["seconds"])
         cluster.engines.check()
         self._metrics.log_samples(rollout_id, batch.shown)
         metrics = batch.metrics | self._saves.look()
@@ -426,8 +428,8 @@ class Loop:
                 self._cluster.engines.abort()
                 self._rollout.drained(ABORT_SECONDS)
 
-    def _evaluate(self, rollout_id: int) -> float:
-        """Evaluate the weights after `rollout_id` (-1: before any training). Returns the seconds it took."""
+    def _evaluate(self, rollout_id: int) -> None:
+        """Evaluate the weights after `rollout_id` (-1: before any training)."""
         begin = time.monotonic()
         with self._cluster.engines.checked():
             metrics = self._validate() if self._config.loss.supervised else self._rollout.evaluate(rollout_id)
@@ -437,7 +439,6 @@ class Loop:
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(wanted)]
         when = "before training" if rollout_id < 0 else f"after rollout {rollout_id}"
         logger.info("evaluation %s: %s", when, ", ".join(shown))
-        return seconds
 
     def _validate(self) -> dict[str, float]:
         """SFT: the loss on held-out conversations."""

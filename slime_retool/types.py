@@ -107,8 +107,14 @@ class RoutedExperts:
 
     @property
     def num_routed(self) -> int:
-        """Tokens with the engine's choice."""
+        """How many tokens the engine's choice is known of."""
         return len(self) - self.ids[:: self.width].count(self.mark)
+
+    @property
+    def first_unrouted(self) -> int:
+        """The first token without the engine's choice; T where there is none."""
+        firsts = self.ids[:: self.width]
+        return firsts.index(self.mark) if self.mark in firsts else len(firsts)
 
     def __len__(self) -> int:
         """T."""
@@ -135,6 +141,22 @@ class RoutedExperts:
         """Cut to this many tokens, or fill up with unrouted ones."""
         del self.ids[tokens * self.width :]
         self.ids += RoutedExperts.unrouted(tokens - len(self), self.layers, self.top_k, self.ids.typecode).ids
+
+
+def grown(
+    known: RoutedExperts | None, tokens: int, start: int = 0, read: RoutedExperts | None = None
+) -> RoutedExperts | None:
+    """What is `known` of a sequence, changed in place for the length that it has now, and with what was `read` since.
+
+    `read` is of the tokens from `start` on; what is beyond the sequence's end is left out. None: nothing came back.
+    """
+    if known is None and read is not None:
+        known = RoutedExperts.unrouted(0, read.layers, read.top_k, read.ids.typecode)
+    if known is not None:
+        known.resize(tokens)
+        if read is not None:
+            known.put(start, read[: max(0, tokens - start)])
+    return known
 
 
 class SampleStatus(str, Enum):
@@ -228,16 +250,11 @@ class Sample:
         self.loss_mask += [int(log_probs is not None)] * len(ids)
         self.rollout_log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
         self.token_versions += versions if versions is not None else [NO_VERSION] * len(ids)
-        if self.routed_experts is not None:
-            self.routed_experts.resize(len(self.tokens))
+        self.routed_experts = grown(self.routed_experts, len(self.tokens))
 
-    def put_routed_experts(self, start: int, routed: RoutedExperts) -> None:
-        """Note what the engine chose for the tokens from `start` on. ValueError when there are not as many."""
-        if self.routed_experts is None:
-            self.routed_experts = RoutedExperts.unrouted(
-                len(self.tokens), routed.layers, routed.top_k, routed.ids.typecode
-            )
-        self.routed_experts.put(start, routed)
+    def put_routed_experts(self, start: int, routed: RoutedExperts | None) -> None:
+        """Note the experts chosen for the tokens from `start` on, if any came back (`Completion.routed_experts`)."""
+        self.routed_experts = grown(self.routed_experts, len(self.tokens), start, routed)
 
     def check(self) -> None:
         """Raise ValueError when lengths of tokens, mask, log-probs and routed experts disagree."""

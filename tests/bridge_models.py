@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -35,30 +41,34 @@ _COMMON = dict(
     initializer_range=0.2,  # large enough that a mistake moves the logits well above 1e-4
 )
 
-KINDS = ("qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_mixed")
+KINDS = ("qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_mixed", "glm4_moe", "glm4_air", "qwen2_moe", "mixtral")
 DENSE_KINDS = KINDS[:3]
 LENGTHS = [7, 1, 12, 4]
 """Of the sequences that are scored."""
 
 
-def tiny_model(kind: str) -> torch.nn.Module:
+def tiny_model(kind: str, **overrides: Any) -> torch.nn.Module:
     """Three layers. qwen2: biases, tied. qwen3: head norms, wide heads, untied. llama: scaled rotary, tied, MHA.
 
     qwen3_moe: 6 experts, 3 per token, weights of the chosen normalised. qwen3_mixed: experts in layers 0 and 2 only,
-    not normalised, tied.
+    not normalised, tied. glm4_moe: first layer dense, half of each head rotated, a shared expert, head norms; glm4_air:
+    without those. qwen2_moe: a shared expert with a gate, experts in layers 0 and 2 only.
+    mixtral: experts that have the MLP's width. `overrides` are values of config.json that all of them have.
     """
+    common = _COMMON | overrides
     torch.manual_seed(KINDS.index(kind))
+    rope_of_experts = {"rope_type": "default", "rope_theta": 1000000.0}
     if kind == "qwen2":
         model = Qwen2ForCausalLM(
             Qwen2Config(
-                **_COMMON, num_hidden_layers=3, tie_word_embeddings=True,
+                **common, num_hidden_layers=3, tie_word_embeddings=True,
                 rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
             )
         )  # fmt: skip
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(
             Qwen3Config(
-                **_COMMON, num_hidden_layers=3, head_dim=16, tie_word_embeddings=False,
+                **common, num_hidden_layers=3, head_dim=16, tie_word_embeddings=False,
                 rope_parameters={"rope_type": "default", "rope_theta": 5000000.0},
             )
         )  # fmt: skip
@@ -66,10 +76,34 @@ def tiny_model(kind: str) -> torch.nn.Module:
         mixed = kind == "qwen3_mixed"
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
-                **_COMMON, num_hidden_layers=3, head_dim=16, tie_word_embeddings=mixed, num_experts=6,
+                **common, num_hidden_layers=3, head_dim=16, tie_word_embeddings=mixed, num_experts=6,
                 num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=not mixed,
                 mlp_only_layers=[1] if mixed else [],
-                rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+                rope_parameters=rope_of_experts,
+            )
+        )  # fmt: skip
+    elif kind.startswith("glm4"):
+        air = kind == "glm4_air"
+        model = Glm4MoeForCausalLM(
+            Glm4MoeConfig(
+                **common, num_hidden_layers=3, head_dim=16, n_routed_experts=6,
+                num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=1 if air else 2,
+                first_k_dense_replace=1, routed_scaling_factor=1.0 if air else 2.5, use_qk_norm=not air,
+                attention_bias=True, rope_parameters={**rope_of_experts, "partial_rotary_factor": 0.5},
+            )
+        )  # fmt: skip
+    elif kind == "mixtral":
+        model = MixtralForCausalLM(
+            MixtralConfig(
+                **common, num_hidden_layers=3, num_local_experts=6, num_experts_per_tok=3, sliding_window=None,
+                rope_parameters=rope_of_experts,
+            )
+        )  # fmt: skip
+    elif kind == "qwen2_moe":
+        model = Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(
+                **common, num_hidden_layers=3, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20,
+                shared_expert_intermediate_size=28, mlp_only_layers=[1], rope_parameters=rope_of_experts,
             )
         )  # fmt: skip
     else:
@@ -77,7 +111,7 @@ def tiny_model(kind: str) -> torch.nn.Module:
             "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         }  # fmt: skip
-        config = {**_COMMON, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
+        config = {**common, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
         model = LlamaForCausalLM(
             LlamaConfig(**config, num_hidden_layers=3, tie_word_embeddings=True, rope_parameters=rope)
         )
@@ -87,12 +121,17 @@ def tiny_model(kind: str) -> torch.nn.Module:
                 parameter.add_(torch.randn_like(parameter) * 0.3)  # initial ones and zeros would hide a swap
             if name.endswith("mlp.gate.weight"):
                 parameter.normal_(std=0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)  # large enough that it chooses, and weighing by it would show
     return model.eval()
 
 
-def save_tiny_model(kind: str, directory: Path, dtype: torch.dtype = torch.float32, shard: str = "20KB") -> Path:
+def save_tiny_model(
+    kind: str, directory: Path, dtype: torch.dtype = torch.float32, shard: str = "20KB", **overrides: Any
+) -> Path:
     """Save the model in several safetensors files, with stand-ins for tokenizer files."""
-    tiny_model(kind).to(dtype).save_pretrained(directory, max_shard_size=shard)
+    tiny_model(kind, **overrides).to(dtype).save_pretrained(directory, max_shard_size=shard)
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
     (directory / "tokenizer_config.json").write_text('{"model_max_length": 256}')
     return directory

@@ -217,7 +217,9 @@ def test_every_flag_that_describes_the_model_is_compared(bf16_checkpoints):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported: one of llama"),
+        ({"model_type": "gpt_oss"}, "supported: its attention sinks are missing: megatron-core.*; one of llama"),
+        ({"model_type": "qwen3_5_moe"}, "gated delta net layers .*flash-linear-attention"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "'yarn'.*not implemented"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*not implemented"),
         ({"rope_parameters": None, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
@@ -234,6 +236,76 @@ def test_a_model_that_is_not_implemented_is_refused(change, message, bf16_checkp
         model_args_from_hf(config)
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("glm4_moe", {"attention_bias": False}, "attention_bias False is not supported for glm4_moe, only True"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False .*divides the weights by their sum"),
+        ("glm4_moe", {"n_group": 2}, "n_group 2 .*groups of experts"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group 2 .*groups of experts"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias False"),
+        ("qwen2_moe", {"attention_bias": True}, "attention_bias True"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window 4096 is not supported for mixtral"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("qwen3_moe", {"use_qk_norm": True}, "use_qk_norm"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(kind, change, message, bf16_checkpoints):
+    config = read_hf_config(bf16_checkpoints[kind])
+    model_args_from_hf(config)
+    with pytest.raises(ValueError, match=message):
+        model_args_from_hf({**config, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_router_score_function": "softmax"}, "softmax, but config.json's router's score function is sigmoid"),
+        ({"moe_router_enable_expert_bias": False}, "--moe-router-enable-expert-bias is not given"),
+        ({"moe_router_topk_scaling_factor": 1.0}, r"config.json's routed_scaling_factor is 2.5"),
+        ({"moe_router_topk_scaling_factor": None}, r"--moe-router-topk-scaling-factor is missing"),
+        ({"moe_shared_expert_intermediate_size": 20}, "shared expert's width is 40"),
+        ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate is given"),
+        ({"rotary_percent": 1.0}, "partial_rotary_factor is 0.5"),
+        ({"moe_layer_freq": "1"}, r"pattern of layers is \[0,1,1\]"),
+    ],
+)
+def test_a_flag_of_the_router_that_differs_is_refused(change, message, bf16_checkpoints):
+    config = read_hf_config(bf16_checkpoints["glm4_moe"])
+    model = model_args_from_hf(config)
+    check_against_hf(model, config)
+    with pytest.raises(ValueError, match=message):
+        check_against_hf(dataclasses.replace(model, **change), config)
+
+
+def test_glm_rotates_half_of_each_head_where_the_config_does_not_say(bf16_checkpoints):
+    """As transformers' Glm4MoeConfig does."""
+    config = read_hf_config(bf16_checkpoints["glm4_moe"])
+    config["rope_parameters"].pop("partial_rotary_factor")
+    assert model_args_from_hf(config).rotary_percent == 0.5
+
+
+def test_layers_beyond_the_models_go_through_a_conversion_as_they_are(bf16_checkpoints, tmp_path):
+    """GLM-4.5's files hold a head that predicts the token after the next one, as one more layer."""
+    source = tmp_path / "hf"
+    shutil.copytree(bf16_checkpoints["glm4_moe"], source)
+    (source / "model.safetensors.index.json").unlink()
+    for path in source.glob("*.safetensors"):
+        path.unlink()
+    tensors = all_tensors(bf16_checkpoints["glm4_moe"])
+    beyond = {name.replace(".2.", ".3.", 1): value + 1 for name, value in tensors.items() if "layers.2." in name}
+    tensors |= beyond | {"model.layers.3.eh_proj.weight": torch.ones(32, 64)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = read_hf_config(source)
+    with pytest.raises(ValueError, match="no parameter takes"):
+        convert_hf_to_torch_dist(model_args_from_hf(config), source, tmp_path / "td", progress=False)
+    (source / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    convert_hf_to_torch_dist(model_args_from_hf(config), source, tmp_path / "td", progress=False)
+    assert TorchDistReader(tmp_path / "td" / "release").num_layers() == 3
+    convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", source, progress=False)
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
 def test_rope_theta_is_read_in_the_spelling_of_transformers_4_and_5(bf16_checkpoints):
     config = read_hf_config(bf16_checkpoints["llama"])
     new = model_args_from_hf(config)
@@ -246,8 +318,14 @@ def test_rope_theta_is_read_in_the_spelling_of_transformers_4_and_5(bf16_checkpo
 
 def test_every_family_says_which_parameters_it_adds():
     counts = {name: len(family.layer_parameters()) for name, family in FAMILIES.items()}
-    assert counts == {"llama": 6, "qwen2": 7, "qwen3": 8, "qwen3_moe": 8}
-    assert len(FAMILIES["qwen3_moe"].layer_parameters(num_experts=6)) == 7 + 6 * 2
+    dense = {"llama": 6, "qwen2": 7, "qwen3": 8}
+    assert counts == {**dense, "qwen3_moe": 8, "qwen2_moe": 7, "glm4_moe": 7, "mixtral": 6}
+    mixtures = {name: len(family.layer_parameters(6)) - 6 * 2 for name, family in FAMILIES.items() if family.mixture}
+    assert mixtures == {"qwen3_moe": 7, "qwen2_moe": 9, "glm4_moe": 9, "mixtral": 5}
+    glm = FAMILIES["glm4_moe"]
+    assert (
+        glm.with_qk_norm is not None and len(glm.with_qk_norm.layer_parameters(6)) == len(glm.layer_parameters(6)) + 2
+    )
 
 
 @pytest.mark.parametrize(

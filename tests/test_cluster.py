@@ -63,6 +63,16 @@ def test_external_engines_have_the_size_that_ranks_are_counted_by(monkeypatch) -
         known(monkeypatch, 4)
 
 
+def test_an_external_engine_without_experts_is_refused_where_they_are_needed(monkeypatch) -> None:
+    for returns in (True, False):
+        monkeypatch.setattr(EngineAdmin, "returns_experts", lambda self, returns=returns: returns)
+        assert known(monkeypatch, 1) != []
+        if returns:
+            assert known(monkeypatch, 1, use_rollout_routing_replay=True) != []
+    with pytest.raises(ConfigError, match="10.0.0.2:1 .*no experts; start it with --enable-return-routed-experts"):
+        known(monkeypatch, 1, use_rollout_routing_replay=True)
+
+
 def test_an_external_engine_that_does_not_answer_is_an_error() -> None:
     with held_ports(1) as (port,):
         url = f"http://127.0.0.1:{port}"

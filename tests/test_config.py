@@ -357,7 +357,7 @@ BAD = {
         "--critic-lr has no effect without the critic of --advantage-estimator ppo",
     ),
     "a critic in the actor's folder": (
-        {"--advantage-estimator": "ppo", "--save": "/tmp/a", "--critic-save": "/tmp/a"},
+        {"--advantage-estimator": "ppo", "--save": "/tmp/no-such/a", "--critic-save": "/tmp/no-such/a"},
         "another folder than the actor's",
     ),
     "a critic apart that TP does not divide": (
@@ -384,7 +384,7 @@ BAD = {
     "a hook that does not exist": ({"--custom-rm-path": "no_such_module.f"}, "cannot import 'no_such_module'"),
     "a hook without a dot": ({"--custom-rm-path": "reward"}, "dotted path"),
     "saving nowhere": ({"--save-interval": "3"}, "--save DIR"),
-    "keeping none": ({"--save": "/tmp/a", "--save-keep": "0"}, "--save-keep must be at least 1, got 0"),
+    "keeping none": ({"--save": "/tmp/no-such/a", "--save-keep": "0"}, "--save-keep must be at least 1, got 0"),
     "keeping what is not saved": ({"--save-keep": "2"}, "--save-keep has no effect without --save DIR"),
     "SFT of groups": ({"--loss-type": "sft_loss"}, "--n-samples-per-prompt must be 1, got 4"),
     "context beyond the model": ({"--rollout-max-context-len": "9999"}, "512 positions"),
@@ -400,6 +400,11 @@ BAD = {
     "routing replay of a dense model": (
         {"--use-rollout-routing-replay": None},
         "--use-rollout-routing-replay repeats the engine's choice of experts, and this model is dense",
+    ),
+    "experts returned for nobody": (
+        {"--sglang-enable-return-routed-experts": None},
+        "--sglang-enable-return-routed-experts cannot be passed through: --enable-return-routed-experts is set from "
+        "--use-rollout-routing-replay",
     ),
     "routing replay without an engine": (
         {"--use-rollout-routing-replay": None, "--loss-type": "sft_loss", "--n-samples-per-prompt": "1"},
@@ -435,7 +440,8 @@ def test_the_loss_of_sft_alone_makes_a_run_of_sft(run_args):
 
 
 def test_resolving_and_checking_leave_a_configuration_as_it_is(run_args):
-    given = parse_config(argv(run_args | {"--device": "auto", "--advantage-estimator": "ppo", "--save": "/tmp/x"}))
+    save = {"--save": "/tmp/no-such/x"}
+    given = parse_config(argv(run_args | {"--device": "auto", "--advantage-estimator": "ppo"} | save))
     before = repr(given)
     resolved = resolve(given)
     after = repr(resolved)
@@ -455,10 +461,27 @@ def test_adapters_need_the_frozen_weights_and_have_twice_their_rank_as_alpha(run
         checked(args | {"--load": ref})
 
 
+def write_mixture(hf: str | None, num_experts: int = 4) -> None:
+    """Make the model a mixture of experts."""
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    kind = {"norm_topk_prob": True, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (Path(str(hf)) / "config.json").write_text(json.dumps(HF_CONFIG | experts | kind))
+
+
+def test_routing_replay_is_for_mixtures_of_experts_whose_prompts_are_read_in_chunks(run_args):
+    replay = {"--use-rollout-routing-replay": None}
+    write_mixture(run_args["--hf-checkpoint"], num_experts=70_000)
+    with pytest.raises(ConfigError, match="kept in 16 bits: at most 65535 of --num-experts, got 70000"):
+        checked(run_args | replay)
+    write_mixture(run_args["--hf-checkpoint"])
+    assert checked(run_args | replay).use_rollout_routing_replay
+    assert checked(run_args | replay | {"--sglang-chunked-prefill-size": "512"})
+    with pytest.raises(ConfigError, match="--sglang-chunked-prefill-size must be positive, got -1"):
+        checked(run_args | replay | {"--sglang-chunked-prefill-size": "-1"})
+
+
 def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    config = HF_CONFIG | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    (Path(str(run_args["--hf-checkpoint"])) / "config.json").write_text(json.dumps(config))
+    write_mixture(run_args["--hf-checkpoint"])
     args = run_args | {"--lora-rank": "4"}
     with pytest.raises(
         ConfigError, match="linear_fc1 linear_fc2: experts take no adapters; use linear_qkv linear_proj"
@@ -468,12 +491,13 @@ def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
 
 
 def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):
-    args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/x", "--load": "/tmp/y"}
+    args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/no-such/x", "--load": "/tmp/no-such/y"}
     config = checked(args | {"--advantage-estimator": "reinforce_plus_plus"})
     assert [role.name for role in config.roles] == ["actor"] and not config.uses_critic
     config = checked(args | {"--advantage-estimator": "ppo", "--critic-num-gpus-per-node": "2"})
-    assert config.save_folders == {"--save": "/tmp/x", "--critic-save": "/tmp/x/critic"}
-    assert [role.config.load for role in config.roles] == ["/tmp/y", "/tmp/y/critic"] and config.uses_critic
+    assert config.save_folders == {"--save": "/tmp/no-such/x", "--critic-save": "/tmp/no-such/x/critic"}
+    assert [role.config.load for role in config.roles] == ["/tmp/no-such/y", "/tmp/no-such/y/critic"]
+    assert config.uses_critic
     assert [(roles, group.world_size) for roles, group in config.trainer_groups] == [("actor", 1), ("critic", 2)]
     assert [roles for roles, _ in checked(args | {"--advantage-estimator": "ppo"}).trainer_groups] == ["all"]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_bridge.arithmetic.cards import CARDS, card_of_device
 from megatron_bridge.arithmetic.flops import model_flops
+from megatron_bridge.hf_config import model_args_from_hf
 from megatron_bridge.lora_spec import LoraSpec
-from megatron_bridge.model_config import ModelArgs
+from megatron_bridge.model_config import ModelArgs, head_dim
 from slime_retool.config import Config
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.report import speed_metrics
@@ -34,6 +35,17 @@ HF_CONFIGS = {
     ),
 }  # fmt: skip
 MODELS = {"dense": DENSE, "moe": MOE}
+for _kind, _config in {
+    "a shared expert": Glm4MoeConfig(
+        **HF, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=40, n_shared_experts=2,
+        attention_bias=True, experts_implementation="eager",
+    ),
+    "a shared expert with a gate": Qwen2MoeConfig(
+        **{**HF, "head_dim": 16}, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=40,
+        shared_expert_intermediate_size=56, experts_implementation="eager",
+    ),
+}.items():  # fmt: skip
+    HF_CONFIGS[_kind], MODELS[_kind] = _config, model_args_from_hf(_config.to_dict())
 LENGTH = 37
 
 
@@ -48,8 +60,10 @@ def counted(kind: str, *, backward: bool, frozen: bool = False) -> float:
         logits = model(inputs_embeds=inputs, use_cache=False).logits
         if backward:
             logits.sum().backward()
-    masked = 2 * 3 * (4 * 24) * LENGTH**2 * (3 if backward else 1)
-    rotary = 2 * 12 * LENGTH  # the angles: an outer product of 12 frequencies and the positions, by matmul
+    width = head_dim(MODELS[kind])
+    masked = 2 * 3 * (4 * width) * LENGTH**2 * (3 if backward else 1)
+    # the angles: an outer product of the frequencies and the positions, by matmul
+    rotary = 2 * round(MODELS[kind].rotary_percent * width / 2) * LENGTH
     return counter.get_total_flops() - masked - rotary
 
 

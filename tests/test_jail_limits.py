@@ -22,7 +22,7 @@ import pytest
 from test_jail import LEVELS, in_box
 
 from benchmarks.sandbox_soak import leaves
-from slime_retool.sandbox import Result, Sandbox, Status
+from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, Status
 from slime_retool.sandbox.broker import cgroup, keeper, oom, trees
 from slime_retool.sandbox.broker.started import StartedCalls
 from slime_retool.sandbox.child import namespaces, zygote
@@ -460,6 +460,28 @@ def test_calls_that_wait_when_the_broker_dies_are_run_by_the_next(level: str, ca
     assert [result.stdout for result in waiting] == [f"{n}\n" for n in range(60)]
     assert cell.result == "6"
     assert caplog.text.count("another one is started") == 1
+
+
+def test_leaving_while_a_broker_is_being_replaced_leaves_none() -> None:
+    def children() -> set[int]:
+        lists = Path("/proc/self/task").glob("*/children")
+        return {int(pid) for file in lists for pid in file.read_text().split()}
+
+    async def use() -> tuple[set[int], Result]:
+        async with Sandbox(SandboxPolicy(isolation="none")) as box:
+            broker = box._client
+            os.kill(broker.broker_pid, signal.SIGKILL)
+            while broker.alive:
+                await asyncio.sleep(0.01)
+            own = children() - {broker.broker_pid}
+            call = asyncio.ensure_future(box.run("1"))
+            while not box._starting.locked():
+                await asyncio.sleep(0)
+        return own, await call
+
+    own, result = asyncio.run(use())
+    assert result.status is Status.UNAVAILABLE
+    assert children() <= own
 
 
 def test_which_calls_have_begun_outlives_the_process_that_noted_it() -> None:

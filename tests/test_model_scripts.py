@@ -12,11 +12,12 @@ from bridge_models import init_parallel
 from dist_utils import run_distributed
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron_bridge.arithmetic.parameters import total_parameters
 from megatron_bridge.flags import OneLineParser, add_flags, from_namespace
 from megatron_bridge.hf_config import check_against_hf
 from megatron_bridge.layout import megatron_shape
 from megatron_bridge.model_config import ModelArgs, alike_layers, padded_vocab_size
-from megatron_bridge.names import global_name, megatron_names
+from megatron_bridge.names import EXPERT_BIAS, global_name, megatron_names
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts" / "models"
 
@@ -24,7 +25,24 @@ KEYS = (
     "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
 )  # fmt: skip
-EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+EXPERT_KEYS = {
+    "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    "glm4_moe": (
+        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
+        "routed_scaling_factor", "use_qk_norm",
+    ),
+    "mixtral": ("num_local_experts", "num_experts_per_tok"),
+}  # fmt: skip
+REST = {  # of a family's config.json
+    "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen2_moe": {"norm_topk_prob": False, "decoder_sparse_step": 1},
+    "glm4_moe": {
+        "attention_bias": True, "partial_rotary_factor": 0.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+    "mixtral": {"sliding_window": None},
+}  # fmt: skip
 # The published config.json's values (head_dim None: not in the file), then the published number of parameters.
 PUBLISHED = {
     "qwen3-0.6B": (("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 1e-6, 1e6, True), 596_049_920),
@@ -45,10 +63,21 @@ PUBLISHED = {
     "llama3.1-8B": (("llama", 32, 4096, 14336, 32, 8, None, 128256, 1e-5, 5e5, False), 8_030_261_248),
     "smollm2-135M": (("llama", 30, 576, 1536, 9, 3, None, 49152, 1e-5, 1e5, True), 134_515_008),
 }
-EXPERTS = {"qwen3-30B-A3B": (128, 8, 768), "qwen3-235B-A22B": (128, 8, 1536)}
+EXPERTS = {
+    "qwen3-30B-A3B": (128, 8, 768),
+    "qwen3-235B-A22B": (128, 8, 1536),
+    "glm4.5-106B-A12B": (128, 8, 1408, 1, 1, 1.0, False),
+    "glm4.5-355B-A32B": (160, 8, 1536, 1, 3, 2.5, True),
+    "qwen1.5-moe-A2.7B": (60, 4, 1408, 5632),
+    "mixtral-8x7B": (8, 2),
+}
 PUBLISHED |= {
     "qwen3-30B-A3B": (("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, 1e-6, 1e6, False), 30_532_122_624),
     "qwen3-235B-A22B": (("qwen3_moe", 94, 4096, 12288, 64, 4, 128, 151936, 1e-6, 1e6, False), 235_093_634_560),
+    "glm4.5-106B-A12B": (("glm4_moe", 46, 4096, 10944, 96, 8, 128, 151552, 1e-5, 1e6, False), 106_852_245_504),
+    "glm4.5-355B-A32B": (("glm4_moe", 92, 5120, 12288, 96, 8, 128, 151552, 1e-5, 1e6, False), 352_797_814_784),
+    "qwen1.5-moe-A2.7B": (("qwen2_moe", 24, 2048, 5632, 16, 16, None, 151936, 1e-6, 1e6, False), 14_315_784_192),
+    "mixtral-8x7B": (("mixtral", 32, 4096, 14336, 32, 8, None, 32000, 1e-5, 1e6, False), 46_702_792_704),
 }
 LLAMA3_FACTOR = {"llama3.2-1B": 32.0, "llama3.2-3B": 32.0, "llama3.1-8B": 8.0}
 
@@ -57,8 +86,8 @@ def published_config(name: str) -> dict:
     config = {key: value for key, value in zip(KEYS, PUBLISHED[name][0], strict=True) if value is not None}
     config |= {"hidden_act": "silu", "attention_dropout": 0.0}
     if name in EXPERTS:
-        config |= dict(zip(EXPERT_KEYS, EXPERTS[name], strict=True))
-        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        family = config["model_type"]
+        config |= dict(zip(EXPERT_KEYS[family], EXPERTS[name], strict=True)) | REST[family]
     if name in LLAMA3_FACTOR:
         config["rope_scaling"] = {
             "rope_type": "llama3", "factor": LLAMA3_FACTOR[name], "low_freq_factor": 1.0,
@@ -96,23 +125,43 @@ def test_a_script_says_what_the_published_config_says(name, models):
 def test_parameters_add_up_to_the_published_number(name, models):
     """layers * (2H + QKV(+bias) + O + MLP (+ head norms)) + H + V * H * (1 or 2), and transformers' own model.
 
-    MLP: 3HF, or with E experts of width f: E * 3Hf and the router's EH.
+    MLP: 3HF, or with E experts of width f and a shared one of width s: E * 3Hf, 3Hs and the router's EH (+ H of its
+    gate).
     """
     model, (values, published) = models[name], PUBLISHED[name]
     family, layers, hidden, ffn, heads, groups, width, vocab, _, _, tied = values
     width = width or hidden // heads
     qkv_rows = (heads + 2 * groups) * width
-    experts, _, expert_ffn = EXPERTS.get(name, (0, 0, 0))
-    mlp = experts * (3 * hidden * expert_ffn + hidden) if experts else 3 * hidden * ffn
-    layer = 2 * hidden + qkv_rows * hidden + heads * width * hidden + mlp
-    layer += {"qwen2": qkv_rows, "qwen3": 2 * width, "qwen3_moe": 2 * width, "llama": 0}[family]
-    assert layers * layer + hidden + vocab * hidden * (1 if tied else 2) == published
+    experts, *rest = EXPERTS.get(name, (0,))
+    dense, mlps = layers, 3 * hidden * ffn
+    if experts:
+        expert_ffn = ffn if family == "mixtral" else rest[1]
+        shared = {"glm4_moe": 3 * hidden * expert_ffn, "qwen2_moe": (3 * rest[-1] + 1) * hidden}.get(family, 0)
+        dense = rest[3] if family == "glm4_moe" else 0
+        mlps = dense * mlps + (layers - dense) * (experts * (3 * hidden * expert_ffn + hidden) + shared)
+    else:
+        mlps *= layers
+    layer = 2 * hidden + qkv_rows * hidden + heads * width * hidden
+    layer += qkv_rows if family in ("qwen2", "qwen2_moe", "glm4_moe") else 0
+    layer += 2 * width if family.startswith("qwen3") or (family == "glm4_moe" and rest[-1]) else 0
+    assert layers * layer + mlps + hidden + vocab * hidden * (1 if tied else 2) == published
+    assert total_parameters(model) == published
     padding = (padded_vocab_size(model) - vocab) * hidden * (1 if tied else 2)
-    sizes = [torch.Size(megatron_shape(parameter, model)).numel() for parameter in megatron_names(model)]
+    names = [parameter for parameter in megatron_names(model) if not parameter.endswith(EXPERT_BIAS)]
+    sizes = [torch.Size(megatron_shape(parameter, model)).numel() for parameter in names]
     assert sum(sizes) - padding == published
 
 
-@pytest.mark.parametrize("name", ["qwen3-4B", "qwen2.5-7B", "llama3.2-1B", "smollm2-135M", "qwen3-30B-A3B"])
+ONE_OF_EACH = [
+    "qwen3-4B",
+    "qwen2.5-7B",
+    "llama3.2-1B",
+    "smollm2-135M",
+    *(name for name in EXPERTS if "235B" not in name),
+]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_transformers_counts_the_same(name):
     config = published_config(name)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
@@ -124,17 +173,20 @@ def test_transformers_counts_the_same(name):
 def test_megatron_builds_every_model_with_these_shapes(models):
     """On the meta device: parameter names and shapes of the real GPTModel are those of the bridge's tables.
 
-    Three layers stand for all of them, because the layers of these models are alike.
+    Three layers stand for all of them, because the layers of these models are alike, or two kinds of which are.
     """
-    assert all(alike_layers(model) and model.num_layers > 3 for model in models.values())
-    short = {name: dataclasses.replace(model, num_layers=3) for name, model in models.items()}
+    assert all(model.num_layers > 3 for model in models.values())
+    short = {
+        name: dataclasses.replace(model, num_layers=3, moe_layer_freq="1" if alike_layers(model) else "[0,1,1]")
+        for name, model in models.items()
+    }
     [built] = run_distributed(build_all, 1, short)
     for name, model in short.items():
         assert built[name] == {key: megatron_shape(key, model) for key in megatron_names(model)}, name
 
 
 def build_all(rank: int, world_size: int, models: dict[str, ModelArgs]) -> dict[str, dict[str, tuple[int, ...]]]:
-    from megatron_bridge.model import build_gpt_model
+    from megatron_bridge.model import build_gpt_model, named_weights
     from megatron_bridge.transformer_config import transformer_config
 
     init_parallel()
@@ -145,7 +197,7 @@ def build_all(rank: int, world_size: int, models: dict[str, ModelArgs]) -> dict[
         )
         with torch.device("meta"):
             gpt = build_gpt_model(model, config, transformer_impl="local")
-        shapes[name] = {global_name(key, model): tuple(value.shape) for key, value in gpt.named_parameters()}
+        shapes[name] = {global_name(key, model): tuple(value.shape) for key, value in named_weights(gpt)}
     return shapes
 
 

@@ -29,9 +29,9 @@ from megatron_bridge.model_config import moe_layers
 from megatron_bridge.names import ATTENTION_NORM, MLP_NORM, split_name
 from megatron_bridge.zigzag import chunk_layout, padded_length, zigzag_rows
 
-MOE = ("qwen3_moe", "qwen3_mixed")
+MOE = ("qwen3_moe", "qwen3_mixed", "glm4_moe", "glm4_air", "qwen2_moe", "mixtral")
 KINDS = ("llama", *MOE)
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 TP2: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 EP2: dict[str, Any] = {"ep": 2}
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
@@ -43,10 +43,21 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3_mixed", {"pp": 2, "first": 1}),
         ("qwen3_moe", {"cp": 2, **EP2}),
         ("llama", {"cp": 2}),
+        ("glm4_moe", {**TP2, **EP2}),
+        ("glm4_moe", {"pp": 2, "first": 1}),
+        ("glm4_air", {"cp": 2, **EP2}),
+        ("qwen2_moe", {**TP2, **EP2}),
+        ("mixtral", {**TP2, "etp": 2}),
     ],
     4: [("qwen3_moe", {**TP2, **EP2, "etp": 2}), ("qwen3_mixed", {"pp": 2, "first": 1, **EP2})],
 }
-SAVED = [("qwen3_moe", EP2), ("qwen3_mixed", {**TP2, **EP2}), ("qwen3_moe", {**TP2, "etp": 2})]
+SAVED = [
+    ("qwen3_moe", EP2),
+    ("qwen3_mixed", {**TP2, **EP2}),
+    ("qwen3_moe", {**TP2, "etp": 2}),
+    ("glm4_moe", {**TP2, **EP2}),
+    ("qwen2_moe", {**TP2, **EP2}),
+]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from dist_utils import run_distributed
-from trainer_utils import VOCAB_SIZE, gradients, make_trainer, random_samples, sharpen, tiny_config, weights
+from trainer_utils import gradients, hf_moe_model, make_trainer, random_samples, sharpen, tiny_config, weights
 
 from slime_retool.types import RolloutBatch
 
@@ -169,7 +169,7 @@ def test_a_run_goes_on_from_expert_parallel_to_tensor_parallel(
 
 @pytest.mark.parametrize(("name", "temperature"), [("moe", 0.7), ("moe at 1.0", 1.0)])
 def test_log_probs_equal_those_of_transformers(one: dict[str, Any], root: str, name: str, temperature: float) -> None:
-    model, samples = _hf_model(root), random_samples()
+    model, samples = hf_moe_model(_config(root, "moe"), f"{root}/moe"), random_samples()
     parts = one[name]["log_probs"].split([sample.length for sample in samples])
     for sample, got in zip(samples, parts, strict=True):
         with torch.no_grad():
@@ -177,39 +177,3 @@ def test_log_probs_equal_those_of_transformers(one: dict[str, Any], root: str, n
         wanted = [0.0] + [float(log_p[t - 1, sample.tokens[t]]) for t in range(1, sample.length)]
         learned = [value * mask for value, mask in zip(wanted, sample.loss_mask, strict=True)]
         assert got.tolist() == pytest.approx(learned, abs=1e-5)
-
-
-def _hf_model(root: str) -> Any:
-    """The saved policy in transformers, float64, one expert's tensor after the other."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from megatron_bridge.checkpoint import resolve_checkpoint_dir
-    from megatron_bridge.layout import to_hf
-    from megatron_bridge.names import megatron_names
-    from megatron_bridge.torch_dist_io import TorchDistReader
-
-    c = _config(root, "moe")
-    reader = TorchDistReader(resolve_checkpoint_dir(f"{root}/moe"))
-    hf = {key: value for name in megatron_names(c) for key, value in to_hf(name, reader.read(name), c)}
-    for layer in range(c.num_layers):
-        experts = f"model.layers.{layer}.mlp.experts"
-        parts = {
-            part: [hf.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(4)] for part in ("gate", "up", "down")
-        }
-        pairs = zip(parts["gate"], parts["up"], strict=True)
-        hf[f"{experts}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-        hf[f"{experts}.down_proj"] = torch.stack(parts["down"])
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=c.hidden_size, intermediate_size=c.ffn_hidden_size,
-            num_hidden_layers=c.num_layers, num_attention_heads=c.num_attention_heads,
-            num_key_value_heads=c.num_query_groups, head_dim=c.kv_channels, rms_norm_eps=c.norm_epsilon,
-            num_experts=c.num_experts, num_experts_per_tok=c.moe_router_topk,
-            moe_intermediate_size=c.moe_ffn_hidden_size, norm_topk_prob=True, tie_word_embeddings=False,
-            rope_parameters={"rope_type": "default", "rope_theta": float(c.rotary_base)},
-        )
-    )  # fmt: skip
-    missing, unexpected = model.load_state_dict(hf, strict=False)
-    assert not unexpected and not missing
-    model.set_experts_implementation("eager")  # the other ones have no float64
-    return model.double()

@@ -73,6 +73,19 @@ def test_slices_of_any_spans_nest_and_none_is_lost_or_changed(times: list[tuple[
         assert abs(event["dur"] / 1e6 - seconds) <= 1.1 * NOISE * 30 / 1e6
 
 
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=8), st.booleans())
+def test_slices_nest_whatever_is_cut_from_their_ends(times: list[tuple[int, int]], around: bool) -> None:
+    """Ends that lie within the noise of each other, where a cut of one slice reaches into the next ones."""
+    part = NOISE / 3e6
+    spans = [span(f"s{number}", start * part, length * part) for number, (start, length) in enumerate(times)]
+    trace = Trace()
+    trace.add("all", {"lane": [[span("whole", 2 * part, 12 * part), *spans]] if around else units_of(spans)})
+    assert problems({"traceEvents": trace._events}) == []
+    order = {event["name"]: place for place, event in enumerate(trace._events) if event["ph"] == "X"}
+    assert set(order) == {each["name"] for each in spans} | ({"whole"} if around else set())
+
+
 def write(path: Path, lanes: dict[str, dict[str, list[list[Span]]]], metrics: dict[str, float]) -> dict[str, Any]:
     trace = Trace()
     for group, each in lanes.items():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
+from benchmarks.check_trace import Piece, differences, sums
 from megatron_bridge import convert
 from megatron_bridge.checkpoint import checkpoint_name, latest_iteration, write_latest
 from slime_retool.cluster.engines import Engines
@@ -22,7 +23,7 @@ from slime_retool.engine.process import ServerError
 from slime_retool.errors import DataError, RolloutError, SaveError, TrainerDied
 from slime_retool.metrics import Laps, Metrics, read_metrics
 from slime_retool.train import Loop
-from slime_retool.types import RolloutBatch, TrainSample
+from slime_retool.types import RolloutBatch, Span, TrainSample
 
 
 class Parts:
@@ -192,6 +193,61 @@ def test_an_evaluation_goes_on_beside_the_next_generation_and_ends_before_the_ne
         "generate", "hold", "train", "hold", "evaluation 0 begins",
         "generate", "evaluation 0 ends", "hold", "train", "hold", "evaluation 1 ends",
     ]  # fmt: skip
+
+
+class Paced(Told):
+    """By a clock of its own each generation takes 4 s, each evaluation 100 s, training 2 s and an update 0.5 s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1_800_000_000.0
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        self.now += 4
+        return super().generate(rollout_id)
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        self.now += 100
+        return super().evaluate(rollout_id)
+
+    def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+        self.now += 2
+        return super().train(batch, rollout_id)
+
+    def update_weights(self) -> int:
+        self.now += 0.5
+        return super().update_weights()
+
+
+def test_waiting_for_the_evaluation_of_the_step_before_is_shown_and_no_part_of_the_step(tmp_path: Path, monkeypatch):
+    parts, written = Paced(), []
+
+    class Profiler:
+        def __init__(self, *_: Any) -> None: ...
+
+        def close(self) -> None: ...
+
+        def write(self, driver: list[Span], metrics: dict[str, float]) -> None:
+            pieces = [Piece("driver", "step", each["name"], each["start"], each["seconds"]) for each in driver]
+            written.append((pieces, metrics))
+
+    clock = SimpleNamespace(time=lambda: parts.now, monotonic=lambda: parts.now)
+    for module in ("metrics", "train", "types"):
+        monkeypatch.setattr(f"slime_retool.{module}.time", clock)
+    monkeypatch.setattr("slime_retool.train.StepProfiler", Profiler)
+    values = {"num_rollout": 2, "max_staleness": 1, "save": None, "save_hf": None, "eval_interval": 1}
+    loop(tmp_path, parts, profile_rollout=[0, 1], skip_eval_before_train=True, **values).run()
+    steps = [{each.name: each for each in pieces}["step"] for pieces, _ in written]
+    inside = [
+        [(each.seconds, each.begin < step.begin + step.seconds) for each in pieces if each.name == "evaluation"]
+        for (pieces, _), step in zip(written, steps, strict=True)
+    ]
+    assert inside == [[], [(100, True), (100, False)]]
+    assert [step.seconds for step in steps] == [6.5, 106.5]
+    for pieces, metrics in written:
+        assert metrics["perf/step_seconds"] == 6.5 and metrics["perf/idle_seconds"] == 2  # nobody measured training
+        assert sums(pieces)["perf/step_seconds"] == 6.5 and differences(pieces, metrics) == []
+    assert sums(written[1][0])["perf/eval_seconds"] == 100
 
 
 EVALUATED = {"step": 1, "eval/a/reward": 0.5}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import torch
 
 from slime_retool.config import Config
-from slime_retool.types import TrainSample
+from slime_retool.types import RoutedExperts, TrainSample
 
 VOCAB_SIZE = 67
 """Padded to 80 at TP1 and to 96 at TP2."""
@@ -114,3 +115,60 @@ def make_trainer(rank: int, world_size: int, config: Config, roles: str = "all")
     return Trainer(
         config, rank=rank, world_size=world_size, local_rank=rank, init_method="tcp://127.0.0.1:0", roles=roles
     )
+
+
+def hf_moe_model(config: Config, checkpoint: str) -> Any:
+    """The policy saved in `checkpoint` in transformers, float64, one expert's tensor after the other."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from megatron_bridge.checkpoint import resolve_checkpoint_dir
+    from megatron_bridge.layout import to_hf
+    from megatron_bridge.model_config import moe_layers
+    from megatron_bridge.names import megatron_names
+    from megatron_bridge.torch_dist_io import TorchDistReader
+
+    c, with_experts = config, moe_layers(config)
+    reader = TorchDistReader(resolve_checkpoint_dir(checkpoint))
+    hf = {key: value for name in megatron_names(c) for key, value in to_hf(name, reader.read(name), c)}
+    for layer in (layer for layer, experts in enumerate(with_experts) if experts):
+        experts = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            part: [hf.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(c.num_experts or 0)]
+            for part in ("gate", "up", "down")
+        }
+        pairs = zip(parts["gate"], parts["up"], strict=True)
+        hf[f"{experts}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        hf[f"{experts}.down_proj"] = torch.stack(parts["down"])
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=c.hidden_size, intermediate_size=c.ffn_hidden_size,
+            num_hidden_layers=c.num_layers, num_attention_heads=c.num_attention_heads,
+            num_key_value_heads=c.num_query_groups, head_dim=c.kv_channels, rms_norm_eps=c.norm_epsilon,
+            num_experts=c.num_experts, num_experts_per_tok=c.moe_router_topk,
+            moe_intermediate_size=c.moe_ffn_hidden_size, norm_topk_prob=not c.moe_router_pre_softmax,
+            mlp_only_layers=[layer for layer, experts in enumerate(with_experts) if not experts],
+            tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": float(c.rotary_base)},
+        )
+    )  # fmt: skip
+    missing, unexpected = model.load_state_dict(hf, strict=False)
+    assert not unexpected and not missing
+    model.set_experts_implementation("eager")  # the other ones have no float64
+    return model.double()
+
+
+def random_routed_experts(config: Config, tokens: int, seed: int, *, unrouted: float = 0.2) -> RoutedExperts:
+    """Experts of a random router: of `tokens` tokens, this share of which is unrouted."""
+    from megatron_bridge.model_config import moe_layers, required
+
+    rng = random.Random(seed)
+    layers, top_k, experts = (
+        sum(moe_layers(config)),
+        required(config, "moe_router_topk"),
+        required(config, "num_experts"),
+    )
+    out = RoutedExperts.unrouted(tokens, layers, top_k, RoutedExperts.typecode(experts))
+    for token in range(tokens):
+        if rng.random() >= unrouted:
+            chosen = [expert for _ in range(layers) for expert in rng.sample(range(experts), top_k)]
+            out.put(token, RoutedExperts(array(out.ids.typecode, chosen), layers, top_k))
+    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_bridge.arithmetic.parameters import adapter_parameters, total_parameters
+from megatron_bridge.arithmetic.parameters import all_adapter_parameters, total_parameters
 from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs, required
 
@@ -20,7 +20,7 @@ def checkpoint_bytes(
     describes the tensors.
     """
     if lora is not None:
-        count = required(model, "num_layers") * adapter_parameters(model, lora)
+        count = all_adapter_parameters(model, lora)
     else:
         count = total_parameters(model)
         if value_head and model.untie_embeddings_and_output_weights:

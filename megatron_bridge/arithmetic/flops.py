@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_bridge.arithmetic.parameters import adapter_parameters, expert_parameters, widths
+from megatron_bridge.arithmetic.parameters import all_adapter_parameters, expert_parameters, router_parameters, widths
 from megatron_bridge.lora_spec import LoraSpec
 from megatron_bridge.model_config import ModelArgs, moe_layers, required
 
@@ -27,8 +27,9 @@ def model_flops(
 ) -> float:
     """Operations of one pass over sequences of these lengths: forward, or forward and backward with `training`.
 
-    Of a mixture of experts the router and the experts that a token is sent to count. `logit_tokens` are those whose
-    logits are computed (None: all). With `lora` frozen matrices have no gradient of their own: only their input's.
+    Of a mixture of experts the router, the shared expert and the experts that a token is sent to count. `logit_tokens`
+    are those whose logits are computed (None: all). With `lora` frozen matrices have no gradient of their own: only
+    their input's.
     """
     tokens = squares = 0.0
     for length in lengths:
@@ -39,7 +40,7 @@ def model_flops(
     attention = 2.0 * required(model, "num_layers") * widths(model).queries * squares
     if lora is None:
         return (3.0 if training else 1.0) * (2.0 * layers + attention)
-    adapters = required(model, "num_layers") * adapter_parameters(model, lora) * tokens
+    adapters = all_adapter_parameters(model, lora, active=True) * tokens
     frozen, whole = (2.0, 3.0) if training else (1.0, 1.0)
     return frozen * 2.0 * layers + whole * (2.0 * adapters + attention)
 
@@ -51,7 +52,7 @@ def layers_matmul_parameters(model: ModelArgs) -> int:
     count += (required(model, "num_layers") - mixtures) * 3 * w.hidden * w.ffn
     if mixtures:
         used = required(model, "moe_router_topk") * expert_parameters(model)
-        count += mixtures * (required(model, "num_experts") * w.hidden + used)
+        count += mixtures * (router_parameters(model) + 3 * w.hidden * w.shared + used)
     return count
 
 

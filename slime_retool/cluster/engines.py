@@ -147,6 +147,7 @@ class Engines:
         for engine in self._admins:
             try:
                 workers = engine.tensor_parallel_size()
+                returns_experts = not config.use_rollout_routing_replay or engine.returns_experts()
             except WeightUpdateError as error:
                 raise ConfigError(f"--rollout-external-urls: no SGLang server answers there: {error}") from error
             expected = engine_workers(config)
@@ -155,6 +156,11 @@ class Engines:
                     f"--rollout-external-urls: {engine.url} has {workers} tensor-parallel workers, the flags say "
                     f"{expected}; set --rollout-num-gpus-per-engine {workers} (all external "
                     "engines alike) or --update-weight-transport disk"
+                )
+            if not returns_experts:
+                raise ConfigError(
+                    f"--use-rollout-routing-replay: {engine.url} of --rollout-external-urls returns no experts; start "
+                    "it with --enable-return-routed-experts"
                 )
 
     @property

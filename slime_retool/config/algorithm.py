@@ -139,6 +139,11 @@ def _check_routing_replay(config: Config) -> None:
         config.num_experts is None or config.num_experts <= 65535,
         f"{flag}, kept in 16 bits: at most 65535 of --num-experts, got {config.num_experts}",
     )
+    chunk = " ".join(config.sglang_server_flags.get("--chunked-prefill-size", []))
+    require(
+        not chunk.startswith("-"),
+        f"{flag}, for which it has a buffer of one chunk: --sglang-chunked-prefill-size must be positive, got {chunk}",
+    )
 
 
 def _check_staleness(config: Config) -> None:

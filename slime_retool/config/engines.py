@@ -30,6 +30,7 @@ OWNED_FLAGS = {
     "--custom-weight-loader": "the loader that computes checksums",
     "--mem-fraction-static": "--sglang-mem-fraction-static",
     "--max-total-tokens": "--sglang-max-total-tokens",
+    "--enable-return-routed-experts": "--use-rollout-routing-replay",
     "--base-gpu-id": "the GPUs that the run gives to the engine",
     "--gpu-id-step": "the GPUs that the run gives to the engine",
     "--config": "the command line: give each flag as --sglang-FLAG VALUE",

@@ -52,6 +52,10 @@ class EngineAdmin:
         """Workers of the server, each with its part of every weight."""
         return int(self._get("/server_info", "tp_size"))
 
+    def returns_experts(self) -> bool:
+        """Whether it can return the experts that it chooses (--enable-return-routed-experts)."""
+        return bool(self._get("/server_info", "enable_return_routed_experts"))
+
     def memory(self) -> dict[str, float]:
         """GiB of one worker's weights, KV cache and CUDA graphs, and the cache's tokens; as they were at the start.
 

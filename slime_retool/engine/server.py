@@ -41,6 +41,7 @@ GATHER_PREFILLS: Flags = {
 }
 CPU_KV_TOKENS = 65_536
 """Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
+RETURN_EXPERTS = "--enable-return-routed-experts"
 STOP_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL: SGLang has nothing to save, looks for the signal every 5 s, and then kills its
 own processes."""
@@ -79,6 +80,8 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     }
     if config.offloads_rollout and config.on_cuda:
         flags["--enable-memory-saver"] = []
+    if config.use_rollout_routing_replay:
+        flags[RETURN_EXPERTS] = []
     if config.sglang_mem_fraction_static is not None:
         flags["--mem-fraction-static"] = [str(config.sglang_mem_fraction_static)]
     if config.rollout_max_context_len is not None:
@@ -86,6 +89,12 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     if (tokens := kv_tokens(config)) is not None:
         flags["--max-total-tokens"] = [str(tokens)]
     return flags
+
+
+def server_module(config: Config) -> str:
+    """What starts the server: SGLang's launcher, in a wrapping of ours where it asks a CPU for pinned memory."""
+    pins = config.use_rollout_routing_replay and not config.on_cuda
+    return "slime_retool.engine.unpinned_main" if pins else "sglang.launch_server"
 
 
 def _gathers_prefills(config: Config) -> bool:
@@ -174,7 +183,7 @@ class EngineProcess(Server):
         flags = server_flags(config, rank=rank)
         if config.on_cuda:
             make_kernel_cache(config.kernel_cache_dir)
-        command = [sys.executable, "-m", "sglang.launch_server", "--host", host]
+        command = [sys.executable, "-m", server_module(config), "--host", host]
         command += [word for name, values in flags.items() for word in (name, *values)]
         self._start(
             f"SGLang engine {rank}",

@@ -51,10 +51,15 @@ class EngineService(Protocol):
         ...
 
     @property
+    def addresses(self) -> Sequence[str | None]:
+        """URL of each engine, by number; None where it does not serve."""
+        ...
+
+    @property
     def faults(self) -> int:
         """Engines and routers that have left so far, each counted when it has left.
 
-        Whoever reads this, then `url`, and sees it grow after a failure knows whose failure it was.
+        Whoever reads this, then `url` or `addresses`, and sees it grow after a failure knows whose failure it was.
         """
         ...
 
@@ -163,6 +168,10 @@ class Upkeep:
     @property
     def url(self) -> str:
         return self._router.url
+
+    @property
+    def addresses(self) -> list[str | None]:
+        return [member.url if member.state is State.SERVING else None for member in self._members]
 
     @property
     def faults(self) -> int:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 from slime_retool.engine.upkeep import EngineService
 from slime_retool.errors import EngineError
 from slime_retool.protocols import Completion
 from slime_retool.rollout.json_client import JsonClient
-from slime_retool.types import Span, timed
+from slime_retool.rollout.routing import RouterShape
+from slime_retool.types import RoutedExperts, Span, timed
 
 UNNAMED_VERSION = "default"
 """What a server that others started reports before the first weight update; 0 here."""
@@ -35,10 +38,16 @@ class RouterClient(JsonClient):
     fails only as the service does: with ServerError.
     """
 
-    def __init__(self, url: str, *, service: EngineService | None = None, **limits: Any) -> None:
-        """`limits`: those of `JsonClient`."""
+    def __init__(
+        self, url: str, *, service: EngineService | None = None, experts: RouterShape | None = None, **limits: Any
+    ) -> None:
+        """`experts`: have the engine return which it chose; `url` is then a server's, where there is no `service`.
+
+        `limits`: those of `JsonClient`.
+        """
         super().__init__(url, **limits)
-        self._service = service
+        self._service, self._experts = service, experts
+        self._unnamed = count()
         self._one_look = asyncio.Lock()
         self._looked = -math.inf
 
@@ -52,12 +61,33 @@ class RouterClient(JsonClient):
         if self._service is None:
             return False
         await self._look()
-        while not self._service.serving:
-            await asyncio.sleep(SERVING_POLL_SECONDS)
-            await self._look()
+        await self._until_serving()
         moved = self._service.faults != faults
         self._stats.moved += moved
         return moved
+
+    async def _until_serving(self) -> None:
+        assert self._service is not None
+        while not self._service.serving:
+            await asyncio.sleep(SERVING_POLL_SECONDS)
+            await self._look()
+
+    async def _engine_of(self, session: str | None) -> str:
+        """The engine for a request that asks for experts: sglang-router 0.3.2 takes that out of a request.
+
+        As with the router a sample stays with its engine, and samples are shared out evenly: they take turns, by their
+        number. Where an engine does not serve, the next one takes its samples until it does again.
+        """
+        if self._service is None:
+            return self._url
+        number = int(session) if session is not None and session.isdecimal() else next(self._unnamed)
+        while True:
+            addresses = self._service.addresses
+            own = number % len(addresses)
+            for address in (*addresses[own:], *addresses[:own]):
+                if address is not None:
+                    return address
+            await self._until_serving()
 
     async def _look(self) -> None:
         """Let the service look at its processes once more; one look is for all requests that failed before it began."""
@@ -75,16 +105,27 @@ class RouterClient(JsonClient):
         *,
         session: str | None = None,
         cache_key: str | None = None,
+        routed_from: int | None = 0,
     ) -> Completion:
-        """Continue `input_ids`; `sampling_params` are SGLang's. Raises EngineError, see the class and the module."""
+        """Continue `input_ids`; `sampling_params` are SGLang's. Raises EngineError, see the class and the module.
+
+        `routed_from`: the first token of which the chosen experts are wanted, where they are returned; None: of none.
+        """
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "stream": False}
         if cache_key is not None:
             body["extra_key"] = cache_key
+        base = None
+        if self._experts is not None and routed_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
+            base = partial(self._engine_of, session)
         headers = {} if session is None else {ROUTING_HEADER: session}
         spans: list[Span] = []
         with timed("request", spans) as span:
-            reply = await self.post("/generate", body, headers)
+            reply = await self.post("/generate", body, headers, base)
         completion = replace(parse_completion(reply), spans=spans)
+        if self._experts is not None and routed_from is not None:
+            routed = parse_routed_experts(reply, self._experts, len(input_ids), routed_from, len(completion.ids))
+            completion = replace(completion, routed_experts=routed, routed_from=routed_from)
         span |= {
             "status": "interrupted" if completion.finish_reason == "abort" else "ok",
             "tokens": len(completion.ids),
@@ -106,6 +147,21 @@ class RouterClient(JsonClient):
             "stream": False,
         }
         return parse_prompt_log_probs(await self.post("/generate", body), input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutRouting:
+    """The engine as evaluation sees it: it returns no experts."""
+
+    client: RouterClient
+
+    async def generate(
+        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None, **options: Any
+    ) -> Completion:
+        """See `RouterClient.generate`."""
+        return await self.client.generate(
+            input_ids, sampling_params, session=session, **options | {"routed_from": None}
+        )
 
 
 def parse_completion(reply: Any) -> Completion:
@@ -138,6 +194,22 @@ def parse_completion(reply: Any) -> Completion:
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
     )
+
+
+def parse_routed_experts(
+    reply: dict[str, Any], shape: RouterShape, num_input: int, start: int, num_ids: int
+) -> RoutedExperts | None:
+    """The experts chosen for the tokens from `start` on, of a reply that `parse_completion` has taken `num_ids` from.
+
+    None for a request that ended before it ran, or in the queue after it was retracted: there are none then. Raises
+    EngineError when they are missing otherwise, or not as many as the tokens.
+    """
+    text, aborted = reply["meta_info"].get("routed_experts"), reply["meta_info"]["finish_reason"]["type"] == "abort"
+    if aborted and (text is None or not num_ids):
+        return None
+    # Of the last token there is nothing: it was never read.
+    routed = shape.parse(text, num_input + len(reply["output_ids"]) - 1 - start)
+    return routed[: num_input + num_ids - 1 - start]
 
 
 def parse_prompt_log_probs(reply: Any, input_ids: list[int]) -> list[float]:

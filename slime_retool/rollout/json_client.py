@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -70,8 +71,17 @@ class JsonClient:
         )
         self._stats = EngineStats()
 
-    async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
-        """The reply's JSON. Raises EngineError when there is none after all tries, Refused when more would not help."""
+    async def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        headers: dict[str, str] | None = None,
+        base: Callable[[], Awaitable[str]] | None = None,
+    ) -> Any:
+        """The reply's JSON. Raises EngineError when there is none after all tries, Refused when more would not help.
+
+        `base`: asked before each try what the path is below; without it the client's own `_base`.
+        """
         url, problem, asked, attempt = "", "", 0.0, 0
         self._stats.requests += 1
         async with self._places:
@@ -81,7 +91,7 @@ class JsonClient:
                     delay = min(self._backoff * 2 ** (attempt - 1), self._backoff_limit) * random.uniform(0.5, 1.0)
                     await asyncio.sleep(max(asked, delay))
                 asked, before = 0.0, self._faults()
-                url = self._base() + path
+                url = (self._base() if base is None else await base()) + path
                 try:
                     async with self._session.post(url, json=body, headers=headers) as response:
                         if response.status == 200:

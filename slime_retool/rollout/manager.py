@@ -24,12 +24,13 @@ from slime_retool.protocols import RolloutFn, load_function
 from slime_retool.rollout import evaluate as evaluation
 from slime_retool.rollout.chat_endpoint import ChatEndpoint
 from slime_retool.rollout.context import RolloutContext, use_context
-from slime_retool.rollout.engine_client import RouterClient
+from slime_retool.rollout.engine_client import RouterClient, WithoutRouting
 from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel, row_checks
 from slime_retool.rollout.open_turns import Aside, OpenTurns
 from slime_retool.rollout.replay import dump_batch
+from slime_retool.rollout.routing import RouterShape
 from slime_retool.rollout.sft_tokens import conversation_check
 from slime_retool.rollout.stream import Stream, rows_of
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
@@ -236,6 +237,7 @@ class RolloutManager:
             concurrency=config.sglang_server_concurrency * max(1, config.num_engines),
             timeout=config.rollout_request_timeout,
             retries=config.rollout_request_retries,
+            experts=RouterShape.of(config) if config.use_rollout_routing_replay else None,
         )
         if config.max_staleness == 0:
             self._context.engine = self._client
@@ -245,12 +247,17 @@ class RolloutManager:
                 concurrency=self._client.concurrency,
                 tokenizer=self._context.tokenizer,
                 keeps_cache=config.keeps_cache,
+                returns_experts=config.use_rollout_routing_replay,
             )
         else:
             self._turns.engine = self._client
 
     async def _evaluate(self, rollout_id: int, resume: bool = False) -> dict[str, float]:
-        context = self._context if self._turns is None else self._context.with_engine(Aside(self._turns))
+        context = self._context
+        if self._turns is not None:
+            context = context.with_engine(Aside(self._turns))
+        elif self._client is not None and self.config.use_rollout_routing_replay:
+            context = context.with_engine(WithoutRouting(self._client))
         work = partial(evaluation.evaluate, context, self.eval_sets, rollout_id, resume=resume)
         return await self._work(work, context)
 

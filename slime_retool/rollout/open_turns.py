@@ -21,14 +21,15 @@ from typing import Any, Protocol
 
 from slime_retool.protocols import Completion
 from slime_retool.rollout.places import Places
-from slime_retool.types import NO_VERSION, Span
+from slime_retool.rollout.routing import pack_experts, unpack_experts
+from slime_retool.types import NO_VERSION, RoutedExperts, Span, grown
 
 MOST_URGENT = -1
 """Priority of what a whole run waits for: evaluation."""
 
 
 class CachingEngine(Protocol):
-    """A `GenerationEngine` that can keep what it has read of some requests from others."""
+    """A `GenerationEngine` that can keep what it has read of some requests from others, and return experts or not."""
 
     async def generate(
         self,
@@ -37,8 +38,12 @@ class CachingEngine(Protocol):
         *,
         session: str | None = None,
         cache_key: str | None = None,
+        routed_from: int | None = 0,
     ) -> Completion:
-        """Continue `input_ids`. Only requests of the same `cache_key` share cached prefixes."""
+        """Continue `input_ids`. Only requests of the same `cache_key` share cached prefixes.
+
+        `routed_from`: the first token of which the chosen experts are wanted, where they are returned; None: of none.
+        """
         ...
 
 
@@ -60,6 +65,8 @@ class Record:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)  # 0.0 where the engine wrote nothing
     versions: list[int] = field(default_factory=list)  # NO_VERSION where the engine wrote nothing
+    routed_experts: RoutedExperts | None = None
+    """Where the engine returns them. What is read again after an update keeps its first experts."""
     turns: list[Turn] = field(default_factory=list)
     replayed: int = 0
     """Turns that the hook has been given; further ones are from a checkpoint."""
@@ -86,6 +93,9 @@ class Record:
         self.tokens[known:] = input_ids[known:]
         self.log_probs[known:] = [0.0] * (len(input_ids) - known)
         self.versions[known:] = [NO_VERSION] * (len(input_ids) - known)
+        if self.routed_experts is not None:
+            self.routed_experts.resize(known)
+            self.routed_experts.resize(len(input_ids))
         turn = Turn(len(input_ids), len(input_ids))
         self.turns.append(turn)
         self.replayed = len(self.turns)
@@ -100,12 +110,15 @@ class Record:
         if keep is not None:
             for values in (self.tokens, self.log_probs, self.versions):
                 del values[turn.start + keep :]
+        start, routed = completion.routed_from, completion.routed_experts
+        self.routed_experts = grown(self.routed_experts, len(self.tokens), start, routed)
         turn.end = len(self.tokens)
 
-    def completion(self, turn: Turn, prompt_tokens: int, cached_tokens: int) -> Completion:
-        """The whole turn, as the hook is answered."""
+    def completion(self, turn: Turn, prompt_tokens: int, cached_tokens: int, routed_from: int = 0) -> Completion:
+        """The whole turn, as the hook is answered, with the experts of the tokens from `routed_from` on."""
         spans, self.spans = self.spans, []
         versions = self.versions[turn.start : turn.end]
+        routed = None if self.routed_experts is None else self.routed_experts[routed_from : turn.end]
         return Completion(
             ids=self.tokens[turn.start : turn.end],
             log_probs=self.log_probs[turn.start : turn.end],
@@ -114,16 +127,19 @@ class Record:
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             versions=versions,
+            routed_experts=routed,
+            routed_from=routed_from,
             spans=spans,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; about 10 bytes a token."""
+        """JSON-able; about 10 bytes a token, and the experts where they are kept."""
         return {
             "tokens": pack_ints(self.tokens),
             "log_probs": pack_floats(self.log_probs),
             "versions": runs_of(self.versions),
             "turns": [[turn.start, turn.end, turn.finish_reason] for turn in self.turns],
+            "routed_experts": pack_experts(self.routed_experts),
         }
 
     @classmethod
@@ -133,6 +149,7 @@ class Record:
             log_probs=unpack_floats(state["log_probs"]),
             versions=values_of(state["versions"]),
             turns=[Turn(*turn) for turn in state["turns"]],
+            routed_experts=unpack_experts(state.get("routed_experts")),  # a checkpoint of before may have none
         )
 
 
@@ -151,7 +168,15 @@ class UpdateCounts:
 class OpenTurns:
     """`GenerationEngine` over another one; see the module. For one event loop."""
 
-    def __init__(self, engine: CachingEngine, *, concurrency: int, tokenizer: Any, keeps_cache: bool) -> None:
+    def __init__(
+        self,
+        engine: CachingEngine,
+        *,
+        concurrency: int,
+        tokenizer: Any,
+        keeps_cache: bool,
+        returns_experts: bool = False,
+    ) -> None:
         """
         Args:
             concurrency: requests at once.
@@ -159,30 +184,43 @@ class OpenTurns:
             keeps_cache: an update leaves the engine its cache. Then a conversation goes on without being read again,
                 and finds what was read of it by the weights it began with, or later ones; no conversation finds what
                 was read before it began.
+            returns_experts: the engine returns those that it chose.
         """
         self.engine, self._keeps_cache, self._version = engine, keeps_cache, 0
+        self._returns_experts = returns_experts
         self.places = Places(concurrency)
         self._tokenizer = tokenizer
         self._records: dict[str, Record] = {}
         self._counts = UpdateCounts()
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        session: str | None = None,
+        routed_from: int = 0,
     ) -> Completion:
         """Continue `input_ids`, over as many updates as it takes. Conversations drawn earlier come first."""
         record = Record() if session is None else self._records.setdefault(session, Record())
         priority = int(session) if session is not None and session.isdecimal() else 0
-        return await self._write(record, input_ids, sampling_params, session, priority)
+        return await self._write(record, input_ids, sampling_params, session, priority, routed_from)
 
     async def generate_aside(
         self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
     ) -> Completion:
-        """`generate` for evaluation: no record is kept, and it goes before all others."""
+        """`generate` for evaluation: no record is kept, no experts are returned, and it goes before all others."""
         session = None if session is None else f"eval-{session}"
-        return await self._write(Record(), input_ids, sampling_params, session, MOST_URGENT)
+        return await self._write(Record(), input_ids, sampling_params, session, MOST_URGENT, None)
 
     async def _write(
-        self, record: Record, input_ids: list[int], params: dict[str, Any], session: str | None, priority: int
+        self,
+        record: Record,
+        input_ids: list[int],
+        params: dict[str, Any],
+        session: str | None,
+        priority: int,
+        routed_from: int | None,
     ) -> Completion:
         limit, turn = params["max_new_tokens"], record.open_turn(input_ids)
         stops = params.get("stop") or []
@@ -197,11 +235,13 @@ class OpenTurns:
             async with self.places.place(priority):
                 # A copy: the engine must not see ids that are appended while it still holds the request.
                 tokens = record.tokens[: turn.end]
+                options: dict[str, Any] = {}
                 if self._keeps_cache:
-                    began = self._version if record.oldest is None else record.oldest
-                    part = await self.engine.generate(tokens, rest, session=session, cache_key=str(began))
-                else:
-                    part = await self.engine.generate(tokens, rest, session=session)
+                    options["cache_key"] = str(self._version if record.oldest is None else record.oldest)
+                if self._returns_experts:
+                    known = 0 if record.routed_experts is None else record.routed_experts.first_unrouted
+                    options["routed_from"] = None if routed_from is None else known
+                part = await self.engine.generate(tokens, rest, session=session, **options)
             first = first or part
             if written:
                 self._counts.continued += 1
@@ -216,7 +256,10 @@ class OpenTurns:
             else:
                 turn.finish_reason = part.finish_reason
         return record.completion(
-            turn, first.prompt_tokens if first else len(input_ids), first.cached_tokens if first else len(input_ids)
+            turn,
+            first.prompt_tokens if first else len(input_ids),
+            first.cached_tokens if first else len(input_ids),
+            routed_from or 0,
         )
 
     def _stop_across(self, before: Sequence[int], ids: Sequence[int], stops: Sequence[str]) -> int | None:

@@ -21,6 +21,7 @@ from slime_retool.dumps import DAMAGED, dump_path, dumps_in, find_dump, number_o
 from slime_retool.errors import DataError
 from slime_retool.protocols import DataSource
 from slime_retool.rollout.context import RolloutContext
+from slime_retool.rollout.routing import pack_experts, unpack_experts
 from slime_retool.types import RolloutBatch, TrainSample
 
 
@@ -51,7 +52,7 @@ def read_batch(folder: str, rollout_id: int) -> RolloutBatch:
     try:
         with open_dump(path) as file:
             metrics = json.loads(next(file))["metrics"]
-            samples = [TrainSample(**json.loads(line)) for line in file]
+            samples = [_sample(json.loads(line)) for line in file]
     except FileNotFoundError:
         found = sorted(int(number_of(other)) for other in dumps_in(path.parent, "trained_on_*"))
         there = f"has rollouts {found[0]} to {found[-1]}" if found else "has none"
@@ -65,7 +66,12 @@ def read_batch(folder: str, rollout_id: int) -> RolloutBatch:
 
 
 def _row(sample: TrainSample) -> dict[str, Any]:
-    return {field.name: _plain(getattr(sample, field.name)) for field in fields(sample)}
+    row = {field.name: _plain(getattr(sample, field.name)) for field in fields(sample)}
+    return row | {"routed_experts": pack_experts(sample.routed_experts)}
+
+
+def _sample(row: dict[str, Any]) -> TrainSample:
+    return TrainSample(**row | {"routed_experts": unpack_experts(row.get("routed_experts"))})
 
 
 def _plain(value: Any) -> Any:

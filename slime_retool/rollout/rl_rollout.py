@@ -27,6 +27,7 @@ from slime_retool.protocols import DataSource, load_function
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.hooks import Hooks, cancel, run_all, run_sample
 from slime_retool.rollout.overlong import mask_overlong, shaped_reward
+from slime_retool.rollout.routing import routed_share
 from slime_retool.rollout.sample_metrics import sample_metrics, source_metrics
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.rollout.tally import Group, Tally, usable
@@ -91,6 +92,8 @@ async def make_batch(
             "tokens_per_second": model_tokens / max(seconds, 1e-9),
         }
     )
+    if config.use_rollout_routing_replay:
+        metrics["routed_token_ratio"] = routed_share(trained)
     shown: list[ShownSample] = []
     if config.dumps(rollout_id):
         shown = shown_samples(samples, config.reward_key)

@@ -42,6 +42,7 @@ from slime_retool.rollout.open_turns import (
     values_of,
 )
 from slime_retool.rollout.rl_rollout import make_batch
+from slime_retool.rollout.routing import pack_experts, unpack_experts
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.rollout.tally import Group, Tally, usable
 from slime_retool.types import NO_VERSION, STALENESS, RolloutBatch, Sample, SampleStatus
@@ -344,6 +345,7 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         "loss_mask": runs_of(sample.loss_mask),
         "rollout_log_probs": pack_floats(sample.rollout_log_probs),
         "token_versions": runs_of(sample.token_versions),
+        "routed_experts": pack_experts(sample.routed_experts),
     }
 
 
@@ -353,6 +355,7 @@ def _set_sample(sample: Sample, state: dict[str, Any], shift: int) -> None:
     sample.status = SampleStatus(state["status"])
     sample.tokens, sample.loss_mask = unpack_ints(state["tokens"]), values_of(state["loss_mask"])
     sample.rollout_log_probs = unpack_floats(state["rollout_log_probs"])
+    sample.routed_experts = unpack_experts(state.get("routed_experts"))  # a checkpoint of before may have none
     sample.token_versions = _shifted(values_of(state["token_versions"]), shift)
     sample.weight_versions = _shifted(sample.weight_versions, shift)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,10 @@ def sample_of(row: dict[str, Any]) -> Sample:
 
 
 def _line(sample: Sample, further: dict[str, Any]) -> str:
-    return json.dumps({**asdict(sample), **further}, ensure_ascii=False, default=repr) + "\n"
+    # Nobody reads experts here, and they would be most of the file: what is trained on is in another one.
+    values = asdict(replace(sample, routed_experts=None)) | further
+    del values["routed_experts"]
+    return json.dumps(values, ensure_ascii=False, default=repr) + "\n"
 
 
 class Transcripts:

@@ -23,7 +23,7 @@ from slime_retool.protocols import Completion, GenerationEngine
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult, Turn
 from slime_retool.tool_use.format import ToolFormat
 from slime_retool.tool_use.registry import ToolRegistry
-from slime_retool.types import Sample, SampleStatus, Span
+from slime_retool.types import RoutedExperts, Sample, SampleStatus, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ async def run_tool_loop(
             limit = budgets.remaining(sample)
             # A copy: the engine must not see ids that are appended while it still holds the request.
             request = list(sample.tokens), {**params, "max_new_tokens": limit}
-            completion = await engine.generate(*request, session=session)
+            completion = await engine.generate(*request, session=session, **known_routing(sample.routed_experts))
             append_turn(sample, completion, limit)
             if completion.finish_reason == "abort":
                 sample.status = SampleStatus.ABORTED
@@ -162,6 +162,11 @@ def _with_stop(sampling_params: dict[str, Any], texts: Sequence[str]) -> dict[st
     return {**sampling_params, "stop": [*given, *texts], "no_stop_trim": True}
 
 
+def known_routing(routed: RoutedExperts | None) -> dict[str, Any]:
+    """What a further request of a conversation tells the engine of the experts that are known."""
+    return {} if routed is None else {"routed_from": routed.first_unrouted}
+
+
 def append_turn(sample: Sample, completion: Completion, limit: int) -> None:
     """What the engine wrote, as it is. Raises EngineError when it has more than `limit` tokens or other log-probs."""
     if len(completion.ids) != len(completion.log_probs) or len(completion.ids) > limit:
@@ -170,6 +175,7 @@ def append_turn(sample: Sample, completion: Completion, limit: int) -> None:
             f"tokens and {len(completion.log_probs)} log-probs"
         )
     sample.append(completion.ids, log_probs=completion.log_probs, versions=completion.token_versions)
+    sample.put_routed_experts(completion.routed_from, completion.routed_experts)
     sample.weight_versions.append(completion.weight_version)
     sample.num_turns += 1
     sample.spans += [{**span, "turn": sample.num_turns} for span in completion.spans]

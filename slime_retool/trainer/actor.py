@@ -12,6 +12,7 @@ from megatron_bridge.checkpoint import exists
 from megatron_bridge.lora import adapters_off
 from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model import output_weight
+from megatron_bridge.routing_replay import RoutingReplay
 from slime_retool.algo.log_probs import linear_log_probs
 from slime_retool.algo.losses import LossInputs, TotalLoss
 from slime_retool.config import Config
@@ -30,6 +31,8 @@ class Actor(ModelRole):
         super().__init__(config, TotalLoss(config.loss_terms), timeline, dtype=dtype)
         self.reference: dict[str, Tensor] | None = None
         """Weights of the reference model in host memory; None with LoRA, whose frozen weights are that model."""
+        if config.use_rollout_routing_replay:
+            self.replay = RoutingReplay(self.module, config)
 
     def loss(self, batch: PackedBatch, output: Tensor) -> LossOutput:
         """What `--loss-type` names, and the terms that are on beside it."""
@@ -63,9 +66,12 @@ class Actor(ModelRole):
             return self.forward_only(batch, lambda packed, output: self._log_probs_of(packed, output)[0])
 
     def reference_log_probs(self, batch: TrainBatch) -> Tensor:
-        """`log_probs` under the frozen reference model, whose weights take the model's place for this long."""
+        """`log_probs` under the frozen reference model, whose weights take the model's place for this long.
+
+        It chooses its own experts: with those of other weights it would be another model than the one to stay close to.
+        """
         with self.timeline.span("reference"), self._as_reference():
-            return self.log_probs(batch)
+            return self.log_probs(batch.without_experts())
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:

@@ -173,7 +173,8 @@ class Trainer:
                 assert results[0].per_token is not None
                 metrics |= mismatch_of_first_step(prepared, results[0].per_token)
                 log_probs = results[0].per_token if len(results) == 1 else None
-            metrics |= _averages("train", results)
+            # Of the pass whose log-probs are compared with the engine's: that of `prepare`, or the first step's.
+            metrics = results[0].replay | metrics | _averages("train", results)
         if self.rank == 0 and config.dumps(rollout_id) and not config.loss.supervised:
             dump_trained(
                 config.output_dir, rollout_id, batch, log_probs, prepared.data.columns["advantages"],

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_bridge.layout import merge_tp, to_hf
 from megatron_bridge.lora import adapted_layers
 from megatron_bridge.lora_spec import is_adapter
+from megatron_bridge.model import named_weights
 from megatron_bridge.model_config import ModelArgs
 from megatron_bridge.names import find_parameter, global_name, hf_names, split_expert, split_name
 from slime_retool.engine.expert_weights import DOWN, GATE_UP, Stack
@@ -66,7 +67,7 @@ class _Part:
 def hf_named_tensors(
     module: Any, model: ModelArgs, *, everywhere: bool = False, stacked: bool = False, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[Named]:
-    """(HF name, full tensor) of every parameter, on global rank 0, or with `everywhere` on every rank.
+    """(HF name, full tensor) of every weight, on global rank 0, or with `everywhere` on every rank.
 
     Collective: every rank iterates to the end. LoRA adapters are merged into the weights. Tensors may share memory with
     the model: use or copy each before the next.
@@ -194,7 +195,7 @@ def _stage_chunks(module: Any, model: ModelArgs, everywhere: bool, chunk_bytes: 
     in is left out.
     """
     dense, experts = everywhere or _holds_first(dense=True), everywhere or _holds_first(dense=False)
-    parameters, adapted = dict(module.named_parameters()), adapted_layers(module)
+    parameters, adapted = dict(named_weights(module)), adapted_layers(module)
 
     def value(part: _Part) -> Tensor:
         values = [

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_bridge.model import send
 from megatron_bridge.zigzag import padded_length, zigzag_rows
 from slime_retool.trainer.batch import TrainBatch
+from slime_retool.trainer.experts import ExpertsPart
 
 
 @dataclass(slots=True)
@@ -55,6 +56,8 @@ class PackedBatch:
     token_counts: Tensor  # [sequences] int64: learned tokens of each, on all ranks
     data: TokenData | None
     """None in a forward-only pass."""
+    experts: Tensor | None
+    """What `ExpertsPart` asked for; None where no sample has any."""
 
 
 def pack(
@@ -65,6 +68,7 @@ def pack(
     multiple: int = 1,
     cp: int = 1,
     cp_rank: int = 0,
+    experts: ExpertsPart | None = None,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """Lay some samples of the batch one after the other, and pad their sum to a `multiple` with a sequence of its own.
@@ -74,6 +78,7 @@ def pack(
         data: per-token values of the whole batch, for a loss.
         multiple: of all ranks' tokens together; a multiple of 2 * cp when cp > 1 (see `packing_multiple`).
         cp, cp_rank: context-parallel size, and which part to return.
+        experts: which routed experts this rank's layers repeat; None: none.
     """
     chosen = torch.tensor(samples, dtype=torch.int64)
     real = batch.lengths[chosen]
@@ -104,6 +109,7 @@ def pack(
         sample_of=send(torch.arange(len(lengths)).repeat_interleave(lengths)[rows], device),
         token_counts=send(torch.cat([batch.segments.counts[chosen], none]), device),
         data=None if data is None else data.gather(target_index, device),
+        experts=None if experts is None else experts.gather(batch, samples, lengths.tolist(), rows, device),
     )
 
 

@@ -19,6 +19,7 @@ from slime_retool.config import Config
 from slime_retool.trainer.actor import Actor
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import split_steps
+from slime_retool.trainer.experts import check_experts
 from slime_retool.trainer.packing import TokenData
 from slime_retool.types import STALENESS
 
@@ -52,9 +53,12 @@ def weigh(config: Config, batch: TrainBatch) -> Prepared:
 def prepare(actor: Actor, batch: TrainBatch, values: Tensor | None) -> Prepared:
     """All that the actor's loss reads, and the returns for the value model's. Collective.
 
-    `values` [N] are the value model's. Raises ValueError for rewards, log-probs or values that cannot be trained on.
+    `values` [N] are the value model's. Raises ValueError for rewards, log-probs, values or experts that cannot be
+    trained on.
     """
     config = actor.config
+    if config.use_rollout_routing_replay:
+        check_experts(batch, config)
     prepared = weigh(config, batch)
     columns, metrics = prepared.data.columns, prepared.metrics
     columns |= _columns_of_samples(config, batch)
@@ -65,6 +69,7 @@ def prepare(actor: Actor, batch: TrainBatch, values: Tensor | None) -> Prepared:
         columns["old_log_probs"] = _rollout_log_probs(batch, "--use-rollout-logprobs")
     elif config.recomputes_log_probs:
         columns["old_log_probs"] = actor.log_probs(batch)
+        metrics |= actor.replay_metrics(batch, range(batch.num_samples))
         if batch.rollout_log_probs is not None:
             metrics |= mismatch(
                 batch.segments, columns["old_log_probs"], batch.rollout_log_probs, batch.columns.get(STALENESS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from megatron_bridge.lora import add_adapters
 from megatron_bridge.model import build_gpt_model, packed_seq_params
+from megatron_bridge.model_config import moe_layers
+from megatron_bridge.routing_replay import RoutingReplay
 from megatron_bridge.transformer_config import transformer_config
 from megatron_bridge.zigzag import padded_length
 from slime_retool.algo.losses import TotalLoss
@@ -26,6 +29,7 @@ from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.batching import MicroBatch, schedule
 from slime_retool.trainer.checkpoint_writer import Staged, stage
+from slime_retool.trainer.experts import ExpertsPart
 from slime_retool.trainer.host_copies import HostCopies
 from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, optimizer_step
 from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packed_tokens, packing_multiple, unpack
@@ -55,6 +59,8 @@ class StepResult:
     num_micro_batches: int
     per_token: Tensor | None
     """[N] fp32 on the CPU, where asked for: log-probs or values under the weights before the step."""
+    replay: dict[str, float]
+    """`ModelRole.replay_metrics` of its samples."""
 
 
 class ModelRole(ABC):
@@ -97,6 +103,8 @@ class ModelRole(ABC):
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.model = _data_parallel(config, self.model_config, module.to(device))
+        self.replay: RoutingReplay | None = None
+        """Of a model that repeats the batch's routed experts."""
         self.optimizer = build_optimizer(config, self.model, dtype)
         self.scheduler = build_scheduler(config, self.optimizer)
         self._has_stepped = False
@@ -236,7 +244,22 @@ class ModelRole(ABC):
             metrics[name] /= total_weight or 1.0
         metrics |= {"grad_norm": norm, "lr": lr, "skipped_steps": float(not updated)}
         per_token = self._everywhere(parts, batch.num_tokens) if with_per_token else None
-        return StepResult(metrics, len(micro_batches), per_token)
+        return StepResult(metrics, len(micro_batches), per_token, self.replay_metrics(batch, samples))
+
+    def replay_metrics(self, batch: TrainBatch, samples: range) -> dict[str, float]:
+        """How the last pass, which was over these samples, routed their tokens; collective. {} without replay."""
+        if self.replay is None:
+            return {}
+        # Tensor-parallel ranks route different tokens, stages different layers: nothing is counted twice.
+        counts = self.replay.take_counts(self.device)
+        dist.all_reduce(counts)
+        repeated, differing = counts.tolist()
+        predicting = int((batch.lengths[samples.start : samples.stop] - 1).sum())
+        choices = predicting * sum(moe_layers(self.config))
+        return {
+            "mismatch/experts_replayed": repeated / choices if choices else 0.0,
+            "mismatch/experts_differ": differing / repeated if repeated else 0.0,
+        }
 
     def _sum_of_all_ranks(self, reports: list[Tensor]) -> dict[str, float]:
         """The metrics of all micro-batches. Every tensor-parallel rank of a last stage has the same: one speaks."""
@@ -283,6 +306,11 @@ class ModelRole(ABC):
             tp=self.tp_size, cp=self.cp_size, sequence_parallel=self.model_config.sequence_parallel
         )
         cp = {"cp": self.cp_size, "cp_rank": self.cp_rank}
+        replay, experts = self.replay, None
+        if replay is not None:
+            replay.take_counts(self.device)  # those of an earlier pass
+            split = self.tp_size if self.model_config.sequence_parallel else 1
+            experts = ExpertsPart(replay.layers, tp=split, tp_rank=self.tp_rank if split > 1 else 0)
 
         def forward(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             packed = next(batches)
@@ -296,7 +324,7 @@ class ModelRole(ABC):
                     timeline.watch_backward(result[0], backward)
                 return result
 
-            with timeline.work("forward", **size):
+            with timeline.work("forward", **size), replay.repeating(packed.experts) if replay else nullcontext():
                 output = model(
                     packed.tokens,
                     packed.position_ids,
@@ -305,6 +333,8 @@ class ModelRole(ABC):
                         packed.lengths, self.device, **cp, positions=packed.position_ids[0]
                     ),
                 )
+            if replay is not None:
+                replay.in_backward(output, packed.experts)
             timeline.watch_backward(output, backward)
             return output, on_last_stage
 
@@ -314,7 +344,8 @@ class ModelRole(ABC):
         self._forward_backward(
             forward_step_func=forward,
             data_iterator=(
-                pack(batch, chosen, data=data, multiple=multiple, **cp, device=self.device) for chosen in micro_batches
+                pack(batch, chosen, data=data, multiple=multiple, **cp, experts=experts, device=self.device)
+                for chosen in micro_batches
             ),
             model=[self.model],
             num_microbatches=len(micro_batches),

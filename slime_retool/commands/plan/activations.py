@@ -10,6 +10,7 @@ https://arxiv.org/abs/2205.05198, for gated MLPs and fused attention):
                 q              the output
     MLP         3 f            both parts of fc1's output, and their gated product
     experts     n (h + 3 e)    instead: what reaches the experts, and the same of each; with etp > 1 n (etp h + 3 e)
+                3 s            and the shared expert's, of width s: split by TP
                 2 h            and the norm is a module of its own, whose output the router and the dispatcher keep
     softmax     heads          log-sums, fp32
 
@@ -74,13 +75,13 @@ def layer_backward_bytes(config: Config) -> float:
 
 
 def _expert_width(config: Config) -> float:
-    """Elements kept inside the experts for one token of this rank."""
+    """Elements kept inside the experts, the shared one included, for one token of this rank."""
     if config.num_experts is None:
         return 0.0
     routed = required(config, "moe_router_topk") * expert_imbalance(config)
     of_each = config.expert_tensor_parallel_size * required(config, "hidden_size")
     of_each += 3 * required(config, "moe_ffn_hidden_size")
-    return routed * of_each / config.tensor_model_parallel_size
+    return (routed * of_each + 3 * widths(config).shared) / config.tensor_model_parallel_size
 
 
 def stage_activation_bytes(config: Config, layers: int) -> tuple[float, float]:

@@ -105,6 +105,8 @@ def layer_pass(config: Config, card: Card, attended: float) -> Pass:
     attention = _matrices(card, [(w.hidden, (w.queries + 2 * w.keys) / tp), (w.queries / tp, w.hidden)], frozen=frozen)
     dense = _matrices(card, [(w.hidden, 2 * w.ffn / tp), (w.ffn / tp, w.hidden)], frozen=frozen)
     mixture = _experts(config, card, frozen=frozen) if any(moe_layers(config)) else Pass()
+    if w.shared:
+        mixture += _matrices(card, [(w.hidden, 2 * w.shared / tp), (w.shared / tp, w.hidden)], frozen=frozen)
     mlp = Pass(
         mean_over_layers(config, dense.forward, mixture.forward),
         mean_over_layers(config, dense.backward, mixture.backward),
@@ -165,7 +167,7 @@ def _elementwise(config: Config, card: Card) -> Pass:
     inner = w.ffn
     if config.num_experts is not None:
         routed = required(config, "moe_router_topk") * required(config, "moe_ffn_hidden_size")
-        inner = round(mean_over_layers(config, w.ffn, routed * expert_imbalance(config)))
+        inner = round(mean_over_layers(config, w.ffn, routed * expert_imbalance(config) + w.shared))
     rate = card.bandwidth * BANDWIDTH_SHARE / BF16
     heads = (w.queries + 2 * w.keys) / tp
     return Pass(

@@ -269,13 +269,6 @@ class JailClient(asyncio.Protocol):
         self.alive = False
         self._ending = asyncio.get_running_loop().create_task(self._fail())
 
-    async def ended(self) -> str:
-        """Why the broker ended, once that is known; for a client that is no longer alive."""
-        assert self._ending is not None
-        await asyncio.wait([self._ending])
-        assert self.failure is not None
-        return self.failure
-
     async def _fail(self) -> None:
         """Tell all who wait why there will be no answer."""
         assert self._process is not None

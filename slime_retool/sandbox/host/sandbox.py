@@ -50,7 +50,8 @@ class Sandbox:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        client, self._client = self._client, None
+        async with self._starting:  # a broker that is being started is ended as well
+            client, self._client = self._client, None
         if client is not None:
             await client.close()
 
@@ -131,9 +132,9 @@ class Sandbox:
             if self._client is None:
                 raise SandboxUnavailable("the sandbox is closed: make calls inside `async with Sandbox(...)`")
             if not self._client.alive:
-                logger.warning("%s; another one is started", await self._client.ended())
+                await self._client.close()  # after this it is known why it ended, and what was lost with it
+                logger.warning("%s; another one is started", self._client.failure)
                 self._lost_sessions |= self._client.sessions
-                await self._client.close()
                 self._client = await JailClient(self.policy, self._without).start()
             return self._client
 
