@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -20,8 +21,10 @@ from sglang_utils import engine_config, make_tiny_checkpoint
 from trainer_utils import make_trainer, random_samples, tiny_config, weights
 
 from slime_retool.engine.admin import ADAPTER, EngineAdmin
+from slime_retool.engine.router import RouterProcess
 from slime_retool.engine.server import EngineProcess
 from slime_retool.errors import WeightUpdateError
+from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.trainer.weight_sync import adapters
 from slime_retool.trainer.weight_sync.adapters import _as_bytes, _in_shared_memory
 from slime_retool.trainer.weight_sync.buckets import buckets
@@ -251,6 +254,18 @@ def test_versions_count_and_a_cached_prefix_is_of_its_own_version(results: list[
 def test_an_update_ends_running_requests_and_waits_for_none(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["interrupted"]["finish_reason"]["type"] == "abort"
+
+
+def test_the_router_hands_on_which_adapter_a_request_wants(
+    engine_url: str, results: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    async def ask(url: str) -> list[float]:
+        async with RouterClient(url, adapter=ADAPTER, concurrency=1, timeout=300, retries=0) as client:
+            return await client.prompt_log_probs(PROMPT)
+
+    with RouterProcess(engine_config(tmp_path, tmp_path), [engine_url]) as router:
+        got = asyncio.run(ask(router.url))
+    assert got[1:] == pytest.approx(results[-1]["rounds"][-1]["engine"], abs=1e-5)
 
 
 def test_an_engine_that_is_not_there_is_an_error(results: list[dict[str, Any]]) -> None:
