@@ -343,6 +343,23 @@ BAD = {
     "adapters without a rank": ({"--lora-alpha": "8"}, "--lora-alpha has no effect without --lora-rank"),
     "adapters of rank 0": ({"--lora-rank": "0"}, "--lora-rank must be at least 1, got 0"),
     "adapters wider than the model": ({"--lora-rank": "65"}, "--lora-rank must be at most the hidden size 64, got 65"),
+    "an update of no adapters": (
+        {"--lora-weight-update": "adapters"}, "--lora-weight-update has no effect without --lora-rank"
+    ),
+    "adapters by a transport of whole weights": (
+        {
+            "--lora-rank": "4", "--lora-weight-update": "adapters",
+            "--update-weight-transport": "slime_retool.trainer.weight_sync.disk.DiskTransport",
+        },
+        "sends whole weights; use --lora-weight-update merged",
+    ),
+    "adapters beside a speculating model": (
+        {"--lora-rank": "4", "--lora-weight-update": "adapters", "--sglang-speculative-algorithm": "EAGLE3"},
+        "with NGRAM only, got --sglang-speculative-algorithm EAGLE3",
+    ),
+    "an engine's adapters set by hand": (
+        {"--sglang-max-lora-rank": "8"}, "--sglang-max-lora-rank cannot be passed through: --max-lora-rank is set from"
+    ),
     "a token for no server": ({"--sandbox-token-file": "token"}, "--sandbox-token-file has no effect without --sand"),
     "a token that is not there": (
         {"--sandbox-url": "http://h:1", "--sandbox-token-file": "/no/token"}, "--sandbox-token-file: no such file"
@@ -357,7 +374,7 @@ BAD = {
         "--critic-lr has no effect without the critic of --advantage-estimator ppo",
     ),
     "a critic in the actor's folder": (
-        {"--advantage-estimator": "ppo", "--save": "/tmp/a", "--critic-save": "/tmp/a"},
+        {"--advantage-estimator": "ppo", "--save": "/tmp/no-such/a", "--critic-save": "/tmp/no-such/a"},
         "another folder than the actor's",
     ),
     "a critic apart that TP does not divide": (
@@ -384,7 +401,7 @@ BAD = {
     "a hook that does not exist": ({"--custom-rm-path": "no_such_module.f"}, "cannot import 'no_such_module'"),
     "a hook without a dot": ({"--custom-rm-path": "reward"}, "dotted path"),
     "saving nowhere": ({"--save-interval": "3"}, "--save DIR"),
-    "keeping none": ({"--save": "/tmp/a", "--save-keep": "0"}, "--save-keep must be at least 1, got 0"),
+    "keeping none": ({"--save": "/tmp/no-such/a", "--save-keep": "0"}, "--save-keep must be at least 1, got 0"),
     "keeping what is not saved": ({"--save-keep": "2"}, "--save-keep has no effect without --save DIR"),
     "SFT of groups": ({"--loss-type": "sft_loss"}, "--n-samples-per-prompt must be 1, got 4"),
     "context beyond the model": ({"--rollout-max-context-len": "9999"}, "512 positions"),
@@ -440,7 +457,8 @@ def test_the_loss_of_sft_alone_makes_a_run_of_sft(run_args):
 
 
 def test_resolving_and_checking_leave_a_configuration_as_it_is(run_args):
-    given = parse_config(argv(run_args | {"--device": "auto", "--advantage-estimator": "ppo", "--save": "/tmp/x"}))
+    save = {"--save": "/tmp/no-such/x"}
+    given = parse_config(argv(run_args | {"--device": "auto", "--advantage-estimator": "ppo"} | save))
     before = repr(given)
     resolved = resolve(given)
     after = repr(resolved)
@@ -489,23 +507,25 @@ def test_routing_replay_is_refused_for_a_family_whose_experts_sglang_does_not_re
         checked(run_args | {"--use-rollout-routing-replay": None})
 
 
-def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
+def test_engines_get_adapters_of_experts_merged(run_args):
     write_mixture(run_args["--hf-checkpoint"])
     args = run_args | {"--lora-rank": "4"}
-    with pytest.raises(
-        ConfigError, match="linear_fc1 linear_fc2: experts take no adapters; use linear_qkv linear_proj"
-    ):
+    assert len(checked(args).lora.targets) == 4 and not checked(args).serves_adapters
+    args |= {"--lora-weight-update": "adapters"}
+    with pytest.raises(ConfigError, match="adapters of experts .linear_fc1 linear_fc2.; use .* merged, or --lora-t"):
         checked(args)
-    assert checked(args | {"--lora-target-modules": "linear_qkv linear_proj"}).num_experts == 4
+    assert checked(args | {"--lora-target-modules": "linear_qkv linear_proj"}).serves_adapters
+    assert not checked(args | {"--debug-rollout-only": None}).serves_adapters
 
 
 def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folders(run_args):
-    args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/x", "--load": "/tmp/y"}
+    args = run_args | {"--n-samples-per-prompt": "1", "--save": "/tmp/no-such/x", "--load": "/tmp/no-such/y"}
     config = checked(args | {"--advantage-estimator": "reinforce_plus_plus"})
     assert [role.name for role in config.roles] == ["actor"] and not config.uses_critic
     config = checked(args | {"--advantage-estimator": "ppo", "--critic-num-gpus-per-node": "2"})
-    assert config.save_folders == {"--save": "/tmp/x", "--critic-save": "/tmp/x/critic"}
-    assert [role.config.load for role in config.roles] == ["/tmp/y", "/tmp/y/critic"] and config.uses_critic
+    assert config.save_folders == {"--save": "/tmp/no-such/x", "--critic-save": "/tmp/no-such/x/critic"}
+    assert [role.config.load for role in config.roles] == ["/tmp/no-such/y", "/tmp/no-such/y/critic"]
+    assert config.uses_critic
     assert [(roles, group.world_size) for roles, group in config.trainer_groups] == [("actor", 1), ("critic", 2)]
     assert [roles for roles, _ in checked(args | {"--advantage-estimator": "ppo"}).trainer_groups] == ["all"]
 
