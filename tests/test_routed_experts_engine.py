@@ -6,13 +6,18 @@ One server and one trainer for the whole file.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
+from dist_utils import run_distributed
 from sglang_utils import engine_config, tiny_tokenizer
+from trainer_utils import make_trainer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_bridge.convert import convert_hf_to_torch_dist
@@ -28,7 +33,7 @@ from slime_retool.rollout.routing import RouterShape
 from slime_retool.tool_use.calls import ToolCall, Turn
 from slime_retool.tool_use.loop import LoopBudgets, run_tool_loop
 from slime_retool.tool_use.registry import Tool, ToolRegistry
-from slime_retool.types import RoutedExperts, Sample, SampleStatus
+from slime_retool.types import RolloutBatch, RoutedExperts, Sample, SampleStatus, TrainSample
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -51,6 +56,18 @@ class Running:
     def client(self) -> RouterClient:
         shape = RouterShape.of(self.config)
         return RouterClient(self.engine, experts=shape, concurrency=64, timeout=300, retries=0)
+
+    @contextmanager
+    def weights(self, folder: Path) -> Iterator[None]:
+        """The engine has those of a Hugging Face folder inside."""
+        admin = EngineAdmin(self.engine, timeout=200)
+        try:
+            admin.flush_cache()
+            admin.update_weights_from_disk(str(folder))
+            yield
+        finally:
+            admin.flush_cache()
+            admin.update_weights_from_disk(self.config.hf_checkpoint)
 
     def chosen(self, tokens: list[int]) -> torch.Tensor:
         """[T, layers with experts, top k] by transformers, each set of experts in ascending order."""
@@ -122,11 +139,11 @@ class Asking:
 
     stop = ()
 
-    def __init__(self, calls: int) -> None:
-        self.calls = calls
+    def __init__(self, calls: int, prompt: Sequence[int]) -> None:
+        self.calls, self.prompt = calls, prompt
 
     def prompt_ids(self, prompt: object) -> list[int]:
-        return list(PROMPT)
+        return list(self.prompt)
 
     def text(self, ids: Sequence[int]) -> str:
         return ""
@@ -150,10 +167,10 @@ REGISTRY = ToolRegistry([Tool("tool", "", {"type": "object", "properties": {}}, 
 STOPS = {**SAMPLING, "stop_token_ids": list(range(0, 258, 8))}  # a turn of about eight tokens
 
 
-async def conversation(engine: object, index: int) -> Sample:
+async def conversation(engine: object, index: int, prompt: Sequence[int] = PROMPT) -> Sample:
     sample = Sample(prompt="", index=index)
     budgets = LoopBudgets(max_response_tokens=400)
-    return await run_tool_loop(engine, Asking(2), REGISTRY, sample, STOPS, budgets)
+    return await run_tool_loop(engine, Asking(2, prompt), REGISTRY, sample, STOPS, budgets)
 
 
 def test_experts_of_a_conversation_with_tools_are_those_of_transformers_router(running: Running):
@@ -235,3 +252,87 @@ def test_a_step_trains_on_the_engines_choice_and_finds_its_log_probs(running: Ru
     assert read_batch(running.config.output_dir, 0).samples == batch.samples
     assert metrics["mismatch/experts_replayed"] == 1
     assert metrics["train/logprob_abs_diff"] < 1e-6
+
+
+def test_the_trainer_repeats_the_engines_choice(running: Running, tmp_path: Path):
+    """Experts come in pairs with nearly the same row in the router: which of them is taken is decided by rounding.
+
+    With replay the trainer's log-probs are the engine's to 1e-6, over turns with observations between them.
+    """
+    model = _paired_experts(running.model)
+    model.save_pretrained(tmp_path / "hf")
+    convert_hf_to_torch_dist(running.config, tmp_path / "hf", tmp_path / "torch_dist", progress=False)
+
+    async def talk() -> list[Sample]:
+        # Prompts of their own: see docs/moe.md for the last token of one that several samples share.
+        prompts = [[PROMPT[0], *b"user ", *str(index).encode(), *PROMPT[6:]] for index in range(4)]
+        async with running.client() as client:
+            return await asyncio.gather(*(conversation(client, index, own) for index, own in enumerate(prompts)))
+
+    with running.weights(tmp_path / "hf"):
+        generated = asyncio.run(talk())
+    samples = [TrainSample.from_sample(sample, reward=float(sample.index)) for sample in generated]
+    config = replace(
+        running.config, ref_load=str(tmp_path / "torch_dist"), use_dynamic_batch_size=True, max_tokens_per_gpu=512
+    )
+    [(replayed, anew)] = run_distributed(_train_with_and_without, 1, config, samples)
+    assert _share_of_the_engine(samples, replayed.chosen) == 1.0
+    assert _share_of_the_engine(samples, anew.chosen) < 0.95
+    metrics = replayed.metrics
+    assert metrics["mismatch/experts_replayed"] == 1.0
+    assert metrics["mismatch/experts_differ"] > 0.05
+    assert metrics["mismatch/abs_diff"] <= 1e-6 and metrics["mismatch/abs_diff_max"] < 1e-5
+    assert anew.metrics["mismatch/abs_diff"] > 1e-2
+
+
+@dataclass
+class Trained:
+    """By one trainer."""
+
+    metrics: dict[str, float]
+    chosen: list[torch.Tensor]
+    """Of each sample [T, layers, experts]: where its routers sent tokens."""
+
+
+def _share_of_the_engine(samples: list[TrainSample], chosen: list[torch.Tensor]) -> float:
+    """Share of the choices, but those of last tokens, that are the engine's."""
+    equal = []
+    for sample, sent in zip(samples, chosen, strict=True):
+        assert sample.routed_experts is not None
+        ids = torch.tensor(sample.routed_experts.ids.tolist()).view(sample.length, LAYERS, TOP_K)[:-1]
+        given = torch.zeros(*ids.shape[:2], EXPERTS, dtype=torch.bool).scatter(2, ids, True)
+        equal.append((given == sent[:-1]).all(-1).flatten())
+    return float(torch.cat(equal).float().mean())
+
+
+def _paired_experts(model: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
+    paired = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for layer in paired.model.layers:
+            rows = layer.mlp.gate.weight
+            rows[1::2] = rows[::2] * (1 + 3e-7 * torch.randn_like(rows[::2]))
+    return paired
+
+
+def _train_with_and_without(rank: int, world_size: int, config: Config, samples: list[TrainSample]) -> list[Trained]:
+    return [_train(rank, world_size, replace(config, use_rollout_routing_replay=on), samples) for on in (True, False)]
+
+
+def _train(rank: int, world_size: int, config: Config, samples: list[TrainSample]) -> Trained:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    trainer = make_trainer(rank, world_size, config)
+    trainer.load()
+    maps: list[torch.Tensor] = []
+    for module in trainer.module.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(lambda router, inputs, output: maps.append(output[1]))
+    chosen = []
+    for sample in samples:
+        maps.clear()
+        trainer.log_probs([sample])
+        chosen.append(torch.stack([each[: sample.length] for each in maps], dim=1))
+    metrics = trainer.train(RolloutBatch(samples), 0)
+    trainer.shutdown()
+    return Trained(metrics, chosen)
