@@ -222,6 +222,7 @@ def test_an_update_by_adapters_equals_merging(results: list[dict[str, Any]]) -> 
 
 
 def test_the_frozen_weights_travel_once_and_stay(results: list[dict[str, Any]]) -> None:
+    """Requests without the adapter are answered by them, and by no prefix that the engine read with others before."""
     for result in results:
         assert [r["whole"] for r in result["rounds"]] == [1, 0, 1, 1]
         for r in result["rounds"]:
@@ -242,7 +243,7 @@ def test_the_engine_holds_one_adapter_and_its_checksums_are_the_trainers(results
 
 
 def test_versions_count_and_a_cached_prefix_is_of_its_own_version(results: list[dict[str, Any]]) -> None:
-    """The cache is not flushed here (--max-staleness)."""
+    """Adapters alone flush no cache here (--max-staleness)."""
     for number, result in enumerate(results):
         versions = [10 * number + n for n in range(1, len(ROUNDS) + 1)]
         assert [(r["version"], r["reported"]) for r in result["rounds"]] == [(v, str(v)) for v in versions]

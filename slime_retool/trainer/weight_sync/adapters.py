@@ -49,6 +49,7 @@ class AdapterTransport(Transport):
         if self._anyone_lacks_base():
             with adapters_off(trainer.module):
                 self._whole.send()
+            together(self._forget_prefixes)
         bucket = flat_adapters(trainer)
         together(lambda: self._post(bucket))
         self._have_base |= {engine.url for engine in self._peers.engines}
@@ -70,6 +71,11 @@ class AdapterTransport(Transport):
         flag = torch.tensor(int(together(look)), dtype=torch.int32, device=self._peers.trainer.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
+
+    def _forget_prefixes(self) -> None:
+        """What an engine has read without an adapter, and keeps over updates, was read with other frozen weights."""
+        if self._peers.trainer.rank == 0 and self._peers.trainer.config.keeps_cache:
+            every_engine(self._peers.engines, lambda engine: engine.flush_cache())
 
     def _post(self, bucket: Bucket) -> None:
         """Give the engines that this rank serves the new adapters: the whole run's, or the one on its devices."""
