@@ -18,6 +18,7 @@ REQUIRES = [
     "pyarrow",
     "aiohttp",
     "orjson",
+    "pybase64",
     "msgspec",
     "wandb",
     "prometheus-client",

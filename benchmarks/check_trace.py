@@ -5,7 +5,7 @@
 
 The first reads the file by the rules of the trace-event format. The second asks Perfetto's own parser (the package
 `perfetto`, and the program trace_processor_shell that https://get.perfetto.dev/trace_processor downloads): it must have
-found no error, and its table of slices must add up as well. Exit code 1 where anything is off.
+found no error and have every slice where it is, and its slices must add up as well. Exit code 1 where anything is off.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import argparse
 import gzip
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 def problems(trace: dict[str, Any]) -> list[str]:
     """What breaks the rules of the format, or of a timeline that can be read: names, numbers, slices that nest."""
     found: list[str] = []
-    named: dict[tuple[str, int, int], str] = {}
+    named: set[tuple[str, int, int]] = set()
     tracks: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
     for event in trace["traceEvents"]:
         where = f"event {event}"[:200]
@@ -54,7 +54,9 @@ def problems(trace: dict[str, Any]) -> list[str]:
             place = (event["name"], process, thread)
             if place in named:
                 found.append(f"{where} names what has a name")
-            named[place] = str(event["args"].get("name"))
+            named.add(place)
+            if event["name"].endswith("_name") and not event["args"].get("name"):
+                found.append(f"{where} gives no name")
         elif type(event.get("ts")) is not int or event["ts"] < 0:
             found.append(f"{where} has no time in whole microseconds")
         elif kind == "C":
@@ -155,6 +157,15 @@ def ask_perfetto(path: Path, shell: Path) -> tuple[list[Piece], list[str]]:
         return pieces, [f"Perfetto counts {row.value} {row.name}" for row in processor.query(errors)]
 
 
+def lost(pieces: Iterable[Piece], theirs: Iterable[Piece]) -> list[Piece]:
+    """Those of `pieces`, in microseconds, that `theirs` lack or have at another time or place."""
+    left: Counter[Piece] = Counter()
+    for some, sign in ((theirs, 1), (pieces, -1)):
+        for piece in some:
+            left[piece._replace(begin=round(piece.begin * 1e6), seconds=round(piece.seconds * 1e6))] += sign
+    return [piece for piece, number in left.items() if number < 0]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
@@ -166,8 +177,8 @@ def main() -> int:
     if args.shell is not None:
         theirs, errors = ask_perfetto(args.trace, args.shell)
         found += errors + [f"in Perfetto {each}" for each in differences(theirs, metrics)]
-        if len(theirs) != len(pieces):
-            found.append(f"Perfetto has {len(theirs)} of {len(pieces)} slices")
+        if missing := lost(pieces, theirs):
+            found.append(f"Perfetto lacks or changed {len(missing)} of {len(pieces)} slices, first {missing[0]}")
     for name, seconds in sums(pieces).items():
         metric = metrics.get(name.removesuffix(" of ranks"))
         print(f"{name:36} lanes {seconds:9.4f} s" + ("" if metric is None else f"  metric {metric:9.4f} s"))

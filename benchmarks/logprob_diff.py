@@ -107,6 +107,7 @@ def learn_text(args: argparse.Namespace, work: Path) -> None:
         "--calculate-per-token-loss", "--rollout-shuffle", "--num-rollout", args.sft_steps,
         "--rollout-batch-size", args.sft_batch, "--lr", args.sft_lr, "--lr-warmup-iters", max(1, args.sft_steps // 8),
         "--lr-decay-style", "cosine", "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens,
+        "--skip-bad-rows",  # the documentation quotes marks of turns
         *(flag for flag in args.sft_flags.split()),
     ]  # fmt: skip
     rows = run_training(flags, work / "sft_run", args.timeout, ("train/loss", "perf/step_seconds"))
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "--rollout-batch-size", args.prompts, "--n-samples-per-prompt", args.samples,
         "--rollout-max-response-len", args.response, "--rollout-max-context-len", args.response + 1024,
         "--rollout-max-prompt-len", 1000, "--lr", args.lr,
-        "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens, *args.flags,
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", args.max_tokens, "--skip-bad-rows", *args.flags,
     ]  # fmt: skip
     shown = ("train/logprob_abs_diff", "train/entropy", "rollout/reward_mean", *PHASES, "memory/trainer_peak_gib")
     rows = run_training(flags, work / "rl_run", args.timeout, shown, partial=True)

@@ -18,8 +18,8 @@ slime_retool.train after `--` go to the parts with an engine.
 - replay: moe_replay_overhead, what repeating given experts adds to the trainer's step. One trainer takes steps on the
   same lengths with experts in its samples and without, by turns; the share is of the medians. Experts are drawn evenly:
   their load is about that of random weights.
-- lora: lora_sync_s, an update of rank 32 (`weight_sync.py` with --lora-flags), and a training step of the same as
-  another case of the plan.
+- lora: lora_sync_s, an update of rank 32 on attention by its adapters alone (`weight_sync.py` with --lora-flags), and a
+  training step of the same as another case of the plan.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ ENGINE_FLAGS = (
 """Of the runs with an engine on the trainer's GPU, which take turns."""
 SYNC_FLAGS = ("--update-weight-buffer-size", str(2 * 2**30))
 """Each bucket costs the engine a request, milliseconds whatever its size."""
+LORA_FLAGS = "--lora-rank 32 --lora-alpha 32 --lora-weight-update adapters --lora-target-modules linear_qkv linear_proj"
+"""Adapters of attention: those of experts are sent merged (docs/algorithms.md)."""
 Figures = dict[str, Any]
 
 
@@ -212,7 +214,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each kind, of replay")
     parser.add_argument("--rounds", type=int, default=4, help="timed updates")
-    parser.add_argument("--lora-flags", default="--lora-rank 32 --lora-alpha 32", help="in one string")
+    parser.add_argument("--lora-flags", default=LORA_FLAGS, help="in one string")
     parser.add_argument("--logprob-options", type=shlex.split, default=[], help="of logprob_diff.py, in one string")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_moe"), help="scratch folder")
     parser.add_argument("--timeout", type=float, default=540.0, help="seconds of one part's process")

@@ -30,7 +30,10 @@ TINY = [
     "--disable-bias-linear", "--normalization", "RMSNorm", "--norm-epsilon", "1e-6",
     "--use-rotary-position-embeddings", "--qk-layernorm",
 ]  # fmt: skip
-TINY_MOE = [*TINY, "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32"]
+TINY_MOE = [
+    *TINY, "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32",
+    "--untie-embeddings-and-output-weights",  # SGLang's Qwen3-MoE has a head of its own in any case
+]  # fmt: skip
 INITIAL_STD = 0.02
 """Of every matrix, as Qwen's own initializer."""
 SHARD_BYTES = 2 * 10**9

@@ -10,6 +10,10 @@ One trainer process and, for each measurement, one SGLang engine:
   gradients dropped again, engine weights resumed, trainer offloaded, engine cache resumed.
 - nccl (the engine on a second GPU; left out where there is none): sync_nccl_s.
 
+With --lora-rank R the update is one of LoRA adapters alone (--lora-weight-update adapters) and the figure lora_sync_s;
+`lora_first_request_s` is a request of 4 tokens right after it, for which the engine copies them to its device. The
+engine keeps its weights while the trainer works; what a mixture's experts have is not adapted.
+
 Pause, flush and resume of the engine are part of an update, on one GPU of the cycle. The first round of each
 (page-locked memory, connections) is reported apart; figures are medians of the others. A figure counts, and its file
 (`results.py`) is written, once every weight's checksum was equal on both sides. Prints one JSON object at the end.
@@ -74,9 +78,13 @@ def make_config(args: argparse.Namespace, flags: list[str]) -> Any:
     from slime_retool.config import parse_config
 
     cuda = args.device == "cuda"
+    adapters = ["--lora-rank", args.lora_rank, "--lora-weight-update", "adapters"] if args.lora_rank else []
+    if args.lora_rank and "--num-experts" in flags:
+        adapters += ["--lora-target-modules", "linear_qkv", "linear_proj"]
     words = [
-        *flags, "--device", args.device, "--colocate", "--hf-checkpoint", args.work / "hf", "--output-dir", args.work,
-        "--max-position-embeddings", 4096, "--rollout-batch-size", 2, "--n-samples-per-prompt", 2, "--lr", 1e-6,
+        *flags, *adapters, "--device", args.device, "--colocate", "--hf-checkpoint", args.work / "hf",
+        "--output-dir", args.work, "--max-position-embeddings", 4096, "--rollout-batch-size", 2,
+        "--n-samples-per-prompt", 2, "--lr", 1e-6,
         "--rollout-max-response-len", 64, "--rollout-max-context-len", 512, "--use-dynamic-batch-size",
         "--max-tokens-per-gpu", 1024, "--no-progress", "--offload-train", "--offload-rollout",
         "--distributed-timeout-minutes", 3, *(GPU_FLAGS if cuda else []), *args.flags,
@@ -103,10 +111,11 @@ def build_trainer(config: Any) -> Any:
 
 def cycle(trainer: Any, memory: Any, sync: Any, engine: Any, watch: Stopwatch, notes: dict[str, float]) -> None:
     """One turn of the devices, as `cluster.Cluster` does it, without training in the middle."""
+    whole = ["weights"] if not trainer.config.serves_adapters else []
     with watch("release"):
         engine.pause()
         engine.flush_cache()
-        engine.release_memory(["weights", "kv_cache"])
+        engine.release_memory([*whole, "kv_cache"])
     notes["free_gib_engine_asleep"] = free_gib(trainer.device)
     with watch("reload"):
         memory.reload()
@@ -114,7 +123,8 @@ def cycle(trainer: Any, memory: Any, sync: Any, engine: Any, watch: Stopwatch, n
     with watch("drop_state"):
         memory.offload(keep_weights=True)
     with watch("resume_weights"):
-        engine.resume_memory(["weights"])
+        if whole:
+            engine.resume_memory(whole)
     notes["free_gib_updating"] = free_gib(trainer.device)
     with watch("sync_ipc"):
         sync.update(asleep=True)
@@ -126,14 +136,22 @@ def cycle(trainer: Any, memory: Any, sync: Any, engine: Any, watch: Stopwatch, n
     notes["free_gib_generating"] = free_gib(trainer.device)
 
 
-def generates(engine: Any) -> bool:
+def generates(engine: Any, config: Any) -> bool:
     """Whether the engine answers a request."""
+    from slime_retool.engine.admin import ADAPTER
+
     body = {"input_ids": list(range(1, 9)), "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    if config.serves_adapters:
+        body |= {"lora_path": ADAPTER}
     return len(json.loads(engine._request("/generate", body))["output_ids"]) == 4
 
 
-def same_weights(sync: Any, engine: Any) -> bool:
-    return sync.weight_checksums() == engine.weight_checksums()
+def same_weights(sync: Any, engine: Any, config: Any) -> bool:
+    from slime_retool.engine.adapter_checksum import ADAPTERS_LOADER
+    from slime_retool.engine.checksum import REPORT_LOADER
+
+    loader = ADAPTERS_LOADER if config.serves_adapters else REPORT_LOADER
+    return sync.weight_checksums() == engine.weight_checksums(loader=loader)
 
 
 def keep(args: argparse.Namespace, result: dict[str, Any], *names: str) -> None:
@@ -195,12 +213,16 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             held: list[int] = []
             for number in range(args.rounds + 1):
                 cycle(trainer, memory, sync, engines["ipc"], watch, notes)
-                assert generates(engines["ipc"]), "the engine does not generate after the cycle"
+                with watch("first_request"):
+                    assert generates(engines["ipc"], config), "the engine does not generate after the cycle"
                 held.append(torch.cuda.memory_allocated() if cuda else 0)
                 say(f"cycle {number}: " + ", ".join(f"{k} {v[-1]:.3f}" for k, v in watch.seconds.items()))
             grown = held[-1] - held[0]
             assert grown < 2**20, f"updates by IPC left {grown} bytes behind in the trainer: {held}"
-            result |= {"sync_ipc_s": watch.median("sync_ipc"), "sync_ipc_first_s": watch.first("sync_ipc")}
+            figure = "lora_sync_s" if args.lora_rank else "sync_ipc_s"
+            result |= {figure: watch.median("sync_ipc"), "sync_ipc_first_s": watch.first("sync_ipc")}
+            if args.lora_rank:
+                result["lora_first_request_s"] = watch.median("first_request")
             result["offload_cycle_s"] = sum(watch.median(name) for name in CYCLE)
             result["offload_cycle_first_s"] = sum(watch.first(name) for name in CYCLE)
             result["offload_parts_s"] = {name: watch.median(name) for name in CYCLE}
@@ -209,8 +231,8 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             engines["ipc"].flush_cache()
             engines["ipc"].release_memory(["kv_cache"])
             memory.reload()
-            assert same_weights(sync, engines["ipc"]), "the engine's weights differ from the trainer's"
-            keep(args, result, "sync_ipc_s", "offload_cycle_s")
+            assert same_weights(sync, engines["ipc"], config), "the engine's weights differ from the trainer's"
+            keep(args, result, figure, *([] if args.lora_rank else ["offload_cycle_s"]))
             sync.close()
         memory.reload()
         if "nccl" in wanted:
@@ -220,9 +242,9 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
                     sync.update()
                 say(f"broadcast {number}: {watch.seconds['sync_nccl'][-1]:.3f}")
             result |= {"sync_nccl_s": watch.median("sync_nccl"), "sync_nccl_first_s": watch.first("sync_nccl")}
-            assert generates(engines["nccl"]), "the engine does not generate after the update"
-            assert same_weights(sync, engines["nccl"]), "the engine's weights differ from the trainer's"
-            keep(args, result, "sync_nccl_s")
+            assert generates(engines["nccl"], config), "the engine does not generate after the update"
+            assert same_weights(sync, engines["nccl"], config), "the engine's weights differ from the trainer's"
+            keep(args, result, *([] if args.lora_rank else ["sync_nccl_s"]))
             sync.close()
         result["memory"] = notes
         result["seconds"] = {name: [round(s, 4) for s in values] for name, values in watch.seconds.items()}
@@ -235,6 +257,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-4B", help="a file of scripts/models (a Qwen3 shape)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--measure", nargs="+", choices=("ipc", "nccl"), default=["ipc", "nccl"])
+    parser.add_argument("--lora-rank", type=int, default=0, help="send LoRA adapters of this rank alone")
     parser.add_argument("--rounds", type=int, default=4, help="rounds after the first")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_weight_sync"), help="scratch folder")
     parser.add_argument("--results", type=Path, help="folder of the result files (default on GPUs: benchmarks/results)")

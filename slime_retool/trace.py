@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +132,11 @@ class Trace:
         process = self._groups
         self._name("process_name", process, 0, {"name": group})
         self._name("process_sort_index", process, 0, {"sort_index": process})
-        number = 0
+        numbers = (number for number in count(1) if number != process)  # Perfetto calls that one the main thread
         for name, units in (lanes or {}).items():
             tracks = lay_out(units)
             for place, slices in enumerate(tracks, start=1):
-                number += 1
+                number = next(numbers)
                 self._name("thread_name", process, number, {"name": f"{name} {place}" if len(tracks) > 1 else name})
                 self._name("thread_sort_index", process, number, {"sort_index": number})
                 self._events += [_complete(each, process, number) for each in slices]

@@ -89,7 +89,7 @@ def test_parts_with_an_engine_write_what_their_scripts_say(tmp_path: Path, monke
     assert "--reuse" not in own and "--reuse" in replayed and [word for word in replayed if word not in own] == [
         "--reuse", moe.REPLAY,
     ]  # fmt: skip
-    assert lora == [*sync, "--lora-rank", "32", "--lora-alpha", "32"]
+    assert lora == [*sync, *moe.LORA_FLAGS.split()]
 
 
 def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import ray
@@ -61,6 +62,20 @@ def test_external_engines_have_the_size_that_ranks_are_counted_by(monkeypatch) -
     assert known(monkeypatch, 4, update_weight_disk_dir="/shared") != []  # files do not count workers
     with pytest.raises(ConfigError, match="10.0.0.2:1 has 4 tensor-parallel workers, the flags say 1.*per-engine 4"):
         known(monkeypatch, 4)
+
+
+@pytest.mark.parametrize(("rank", "taken"), [(0, False), (3, False), (4, True)])
+def test_external_engines_take_the_adapters_of_updates(rank: int, taken: bool, monkeypatch) -> None:
+    monkeypatch.setattr(EngineAdmin, "tensor_parallel_size", lambda engine: 1)
+    monkeypatch.setattr(EngineAdmin, "adapter_rank", lambda engine: rank)
+    values = {"lora_rank": 4, "lora_target_modules": ["linear_proj"], "lora_weight_update": "adapters"}
+    engines = Engines(Config(device="cpu", rollout_external_urls=["http://10.0.0.2:1"], **values))
+    if taken:
+        assert engines.start() == ["http://10.0.0.2:1"]
+        return
+    needed = "--enable-lora --max-lora-rank 4 --lora-target-modules o_proj --max-loras-per-batch 2"
+    with pytest.raises(ConfigError, match=f"takes adapters up to rank {rank}: start it with {needed}, or use"):
+        engines.start()
 
 
 def test_an_external_engine_without_experts_is_refused_where_they_are_needed(monkeypatch) -> None:
@@ -131,3 +146,15 @@ def test_what_a_server_does_not_say_is_not_made_up_and_raises_what_is_documented
     with server_that_says(OTHER_SERVERS["a reply that is cut off"]) as url:
         with pytest.raises(WeightUpdateError, match="IncompleteRead"):
             EngineAdmin(url).set_weight_version(1)
+
+
+@pytest.mark.parametrize(("update", "given_back"), [("merged", ["kv_cache", "weights"]), ("adapters", ["kv_cache"])])
+def test_engines_that_are_sent_adapters_alone_keep_their_weights(update, given_back, monkeypatch):
+    config = Config(device="cpu", colocate=True, offload_rollout=True, lora_rank=4, lora_weight_update=update)
+    engine = mock.Mock()
+    engines = Engines(config)
+    monkeypatch.setattr(Engines, "_admins", [engine])
+    engines.release("weights", "kv_cache")
+    assert [sorted(call.args[0]) for call in engine.release_memory.call_args_list] == [given_back]
+    engines.resume_memory("weights")
+    assert engine.resume_memory.call_count == ("weights" in given_back)

@@ -343,6 +343,23 @@ BAD = {
     "adapters without a rank": ({"--lora-alpha": "8"}, "--lora-alpha has no effect without --lora-rank"),
     "adapters of rank 0": ({"--lora-rank": "0"}, "--lora-rank must be at least 1, got 0"),
     "adapters wider than the model": ({"--lora-rank": "65"}, "--lora-rank must be at most the hidden size 64, got 65"),
+    "an update of no adapters": (
+        {"--lora-weight-update": "adapters"}, "--lora-weight-update has no effect without --lora-rank"
+    ),
+    "adapters by a transport of whole weights": (
+        {
+            "--lora-rank": "4", "--lora-weight-update": "adapters",
+            "--update-weight-transport": "slime_retool.trainer.weight_sync.disk.DiskTransport",
+        },
+        "sends whole weights; use --lora-weight-update merged",
+    ),
+    "adapters beside a speculating model": (
+        {"--lora-rank": "4", "--lora-weight-update": "adapters", "--sglang-speculative-algorithm": "EAGLE3"},
+        "with NGRAM only, got --sglang-speculative-algorithm EAGLE3",
+    ),
+    "an engine's adapters set by hand": (
+        {"--sglang-max-lora-rank": "8"}, "--sglang-max-lora-rank cannot be passed through: --max-lora-rank is set from"
+    ),
     "a token for no server": ({"--sandbox-token-file": "token"}, "--sandbox-token-file has no effect without --sand"),
     "a token that is not there": (
         {"--sandbox-url": "http://h:1", "--sandbox-token-file": "/no/token"}, "--sandbox-token-file: no such file"
@@ -481,14 +498,25 @@ def test_routing_replay_is_for_mixtures_of_experts_whose_prompts_are_read_in_chu
         checked(run_args | replay | {"--sglang-chunked-prefill-size": "-1"})
 
 
-def test_adapters_of_a_mixture_of_experts_are_those_of_attention(run_args):
+def test_routing_replay_is_refused_for_a_family_whose_experts_sglang_does_not_return(run_args):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    kind = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "tie_word_embeddings": False}
+    config = {name: value for name, value in HF_CONFIG.items() if name != "attention_bias"} | experts | kind
+    (Path(str(run_args["--hf-checkpoint"])) / "config.json").write_text(json.dumps(config))
+    assert checked(run_args).num_experts == 4
+    with pytest.raises(ConfigError, match="SGLang 0.5.15 cannot return for mixtral: .*drop it"):
+        checked(run_args | {"--use-rollout-routing-replay": None})
+
+
+def test_engines_get_adapters_of_experts_merged(run_args):
     write_mixture(run_args["--hf-checkpoint"])
     args = run_args | {"--lora-rank": "4"}
-    with pytest.raises(
-        ConfigError, match="linear_fc1 linear_fc2: experts take no adapters; use linear_qkv linear_proj"
-    ):
+    assert len(checked(args).lora.targets) == 4 and not checked(args).serves_adapters
+    args |= {"--lora-weight-update": "adapters"}
+    with pytest.raises(ConfigError, match="adapters of experts .linear_fc1 linear_fc2.; use .* merged, or --lora-t"):
         checked(args)
-    assert checked(args | {"--lora-target-modules": "linear_qkv linear_proj"}).num_experts == 4
+    assert checked(args | {"--lora-target-modules": "linear_qkv linear_proj"}).serves_adapters
+    assert not checked(args | {"--debug-rollout-only": None}).serves_adapters
 
 
 def test_what_sglang_does_not_serve_of_mixtures_is_refused(run_args):

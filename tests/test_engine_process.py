@@ -24,12 +24,13 @@ from sglang_utils import engine_config, processes_with
 from slime_retool.config import Config, parse_config
 from slime_retool.config.engines import check_engines, warn_of_graphs
 from slime_retool.engine import flag_check
+from slime_retool.engine.adapter_checksum import ADAPTERS_LOADER
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.bucket_loader import BUCKET_LOADER
 from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.engine.process import Server, ServerError, SupervisedProcess, answers, held_ports, port_was_taken
-from slime_retool.engine.server import GATHER_PREFILLS, server_environment, server_flags
+from slime_retool.engine.server import GATHER_PREFILLS, server_environment, server_flags, server_module
 from slime_retool.errors import ConfigError, WeightUpdateError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -250,6 +251,21 @@ def test_only_a_taken_port_is_worth_another_start():
     assert not port_was_taken(ServerError("CUDA out of memory"))
 
 
+def test_an_engine_that_serves_adapters_is_started_for_them(tmp_path: Path):
+    values = {"lora_rank": 8, "lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_weight_update": "adapters"}
+    config = engine_config(tmp_path, tmp_path, **values)
+    flags = server_flags(config)
+    assert flags["--enable-lora"] == [] and flags["--max-lora-rank"] == ["8"]
+    assert flags["--lora-target-modules"] == ["q_proj", "k_proj", "v_proj", "down_proj"]
+    assert flags["--lora-backend"] == ["torch_native"] and flags["--max-loras-per-batch"] == ["2"]
+    assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER, ADAPTERS_LOADER]
+    assert server_module(config) == "slime_retool.engine.unpinned_main"  # SGLang asks for pinned memory
+    on_gpu = engine_config(tmp_path, tmp_path, device="cuda", **values)
+    assert server_module(on_gpu) == "sglang.launch_server" and "--lora-backend" not in server_flags(on_gpu)
+    merged = engine_config(tmp_path, tmp_path, **values | {"lora_weight_update": "merged"})
+    assert server_module(merged) == "sglang.launch_server" and "--enable-lora" not in server_flags(merged)
+
+
 def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
     config = engine_config(tmp_path, tmp_path, seed=7)
     flags = server_flags(config, rank=2)
@@ -257,7 +273,7 @@ def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
     assert flags["--attention-backend"] == ["torch_native"] and flags["--skip-server-warmup"] == []
     assert flags["--random-seed"] == ["9"] and flags["--weight-version"] == ["0"]
     assert flags["--max-total-tokens"] == ["16384"] and flags["--context-length"] == ["520"]
-    assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER]
+    assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER] and "--enable-lora" not in flags
     env = server_environment(config, None)
     assert env["SGLANG_USE_CPU_ENGINE"] == "1" and env["CUDA_VISIBLE_DEVICES"] == ""
 

@@ -29,7 +29,7 @@ from slime_retool.engine.checksum import hf_weights
 from slime_retool.engine.expert_weights import ExpertShard, Stack
 from slime_retool.engine.server import EngineProcess
 from slime_retool.trainer.weight_sync.buckets import buckets
-from slime_retool.trainer.weight_sync.ipc import export, payload
+from slime_retool.trainer.weight_sync.ipc import bucket_payload, export
 from slime_retool.types import RolloutBatch, TrainSample
 
 EXPERTS, INNER, HIDDEN = 8, 6, 5
@@ -40,7 +40,8 @@ ETP2 = {"expert_tensor_parallel_size": 2}
 MODEL: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2,
     "kv_channels": 16, "vocab_size": 259, "max_position_embeddings": 1024, "rotary_base": 10000,
-    "num_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "untie_embeddings_and_output_weights": True,
+    "num_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
+    "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
 PROMPT = list(range(40, 60))
 
@@ -111,10 +112,15 @@ def model_of(layer: Any) -> Any:
     )
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("backend", ["triton", "triton_kernel", "flashinfer_cutlass"])
 @pytest.mark.parametrize(("ep", "tp"), [(1, 1), (1, 2), (2, 1), (2, 3)])
-def test_stacks_are_loaded_into_workers_shares_which_make_the_experts_again(backend: str, ep: int, tp: int) -> None:
+def test_stacks_are_loaded_into_workers_shares_which_make_the_experts_again(
+    backend: str, ep: int, tp: int, shared: bool
+) -> None:
+    """Where a shared expert lies after them it stays as it is, and is read under its own name."""
     weights, workers = whole(), ep * tp
+    parts = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
     results: list[dict[str, Tensor]] = [{} for _ in range(workers)]
     met = threading.Barrier(workers, timeout=120)
     offered: list[Any] = [None] * workers
@@ -127,7 +133,13 @@ def test_stacks_are_loaded_into_workers_shares_which_make_the_experts_again(back
             met.wait()
             return shares
 
-        model = model_of(fused_moe(ep, worker // tp, tp, worker % tp, backend))
+        layer = fused_moe(ep, worker // tp, tp, worker % tp, backend, num_fused_shared_experts=int(shared))
+        if shared:
+            layer.num_local_experts, layer.num_experts = layer.num_local_experts + 1, EXPERTS + 1
+            for name, parameter in list(layer.named_parameters()):
+                more = torch.full_like(parameter[:1], 7.0)
+                layer.register_parameter(name, torch.nn.Parameter(torch.cat([parameter, more])))
+        model = model_of(layer)
         load_weights(model, stacks(weights, 1, 5))
         assert not model.loaded
         results[worker] = dict(hf_weights(model, workers, gather))
@@ -138,8 +150,27 @@ def test_stacks_are_loaded_into_workers_shares_which_make_the_experts_again(back
     for thread in threads:
         thread.join()
     for result in results:
+        for part, shape in parts.items() if shared else ():
+            value = result.pop(f"model.layers.0.mlp.shared_experts.{part}_proj.weight")
+            assert value.shape == shape and (value == 7.0).all()
         assert result.keys() == weights.keys()
         assert all(torch.equal(result[name], weights[name]) for name in weights)
+
+
+def test_mixtrals_matrices_have_names_of_their_own() -> None:
+    prefix = "model.layers.0.block_sparse_moe.experts"
+    gate_up, down = torch.arange(8.0).view(1, 4, 2), torch.zeros(1, 2, 2)
+    named = dict(Stack(prefix, "gate_up_proj", 5, 6).matrices(gate_up))
+    named |= dict(Stack(prefix, "down_proj", 5, 6).matrices(down))
+    assert list(named) == [f"{prefix}.5.{matrix}.weight" for matrix in ("w1", "w3", "w2")]
+    assert torch.equal(named[f"{prefix}.5.w3.weight"], gate_up[0, 2:])
+
+
+def test_experts_that_take_adapters_are_found_within_their_wrapper() -> None:
+    weights, wrapper = whole(), torch.nn.Module()
+    wrapper.base_layer = fused_moe(1, 0, 1, 0)
+    load_weights(model_of(wrapper), stacks(weights))
+    assert torch.equal(wrapper.base_layer.w2_weight[2], weights[f"{PREFIX}.2.down_proj.weight"])
 
 
 def test_a_worker_holds_its_part_of_gate_over_its_part_of_up() -> None:
@@ -156,7 +187,7 @@ def test_a_worker_holds_its_part_of_gate_over_its_part_of_up() -> None:
     [
         ({"backend": "flashinfer_trtllm"}, "shuffles them; use --sglang-moe-runner-backend triton"),
         ({"use_intel_amx_backend": True}, "pack them"),
-        ({"num_fused_shared_experts": 1}, "--sglang-disable-shared-experts-fusion"),
+        ({"num_fused_shared_experts": 2}, "--sglang-disable-shared-experts-fusion"),
         ({"quant_method": object()}, "object does not keep them"),
     ],
 )
@@ -314,7 +345,7 @@ def rounds(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 
 def test_an_engine_holds_every_expert_of_the_trainer_after_each_update(rounds: list[dict[str, Any]]) -> None:
-    # Embedding, last norm, head; of each layer two norms, four projections, two norms of heads, router, three an expert.
+    # Embedding, last norm, head; of a layer two norms, four projections, two norms of heads, router, three per expert.
     tensors = 3 + 2 * (2 + 4 + 2 + 1 + 3 * EXPERTS)
     for each in rounds:
         assert each["mine"] == each["theirs"] and len(each["mine"]) == tensors
@@ -337,7 +368,7 @@ def test_one_changed_number_of_one_expert_is_noticed(engine_url: str, rounds: li
     def put(number: float) -> dict[str, str]:
         value[0, 63, 31] = number
         bucket = next(buckets([("model.layers.1.mlp.experts.down_proj[3:4]", value)], [memory]))
-        admin.update_weights_from_tensor([payload(export(memory), bucket)], load_format=BUCKET_LOADER)
+        admin.update_weights_from_tensor([bucket_payload(export(memory), bucket)], load_format=BUCKET_LOADER)
         return admin.weight_checksums()
 
     first, second = put(1.0), put(1.0 + 2**-23)

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from bridge_models import hf_weights, sequences, tiny_model, write_references
+from bridge_models import hf_weights, init_parallel, sequences, tiny_model, write_references
 from dist_utils import run_distributed
 from safetensors.torch import load_file
 from trainer_utils import make_trainer, random_samples, tiny_config, weights
 
 from megatron_bridge.convert import convert_torch_dist_to_hf
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
-from megatron_bridge.lora import adapter_shards, grouped_linear, initial_a
-from megatron_bridge.lora_spec import is_adapter
+from megatron_bridge.lora import _adapt_experts, adapted_layers, adapter_shards, grouped_linear, initial_a
+from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.peft_export import export_peft
+from megatron_bridge.torch_dist_io import TorchDistReader
 from slime_retool.types import RolloutBatch
 
 RANK, ALPHA, SEED = 3, 6.0, 1234
@@ -352,3 +354,74 @@ def test_a_grouped_product_is_each_experts_own(width: int) -> None:
         strict=True,
     ):
         assert torch.allclose(mine, other, atol=1e-4)
+
+
+class _GroupedLayer(torch.nn.Module):
+    """Stands in for Transformer Engine's layer of several experts: two of six rows each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(gated_linear_unit=True)
+        self.weight0, self.weight1 = (torch.nn.Parameter(torch.randn(6, 5)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        parts = zip(x.split(tokens_per_expert), (self.weight0, self.weight1), strict=True)
+        return torch.cat([part @ weight.T for part, weight in parts]), None
+
+    def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: Any) -> dict[str, Any]:
+        return {}
+
+
+def _grouped(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """Four experts on two ranks: what the adapted layer gives, and a checkpoint of its adapters."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    init_parallel(ep=2)
+    torch.manual_seed(rank)
+    mlp, experts = torch.nn.Module(), torch.nn.Module()
+    mlp.experts = experts
+    experts.linear_fc1, experts.num_local_experts = _GroupedLayer(), 2
+    linear = experts.linear_fc1
+    linear.requires_grad_(False)
+    _adapt_experts(experts, 0, "linear_fc1", LoraSpec(RANK, ALPHA, ("linear_fc1",)), SEED)
+    with torch.no_grad():
+        linear.lora_b.normal_()
+    x = torch.randn(7, 5, requires_grad=True)
+    got, _ = linear(x, [3, 4])
+    merged = {name: weight.merged_weight() for name, weight in adapted_layers(mlp).items()}
+    want = torch.cat([part @ merged[f"experts.linear_fc1.weight{i}"].T for i, part in enumerate(x.split([3, 4]))])
+    grad = torch.autograd.grad(got.square().sum(), (x, linear.lora_a, linear.lora_b))
+    a, b = (p.detach().clone().requires_grad_() for p in (linear.lora_a, linear.lora_b))
+    again = torch.cat(
+        [
+            part @ (weight + ALPHA / RANK * b[i].flatten(0, 1) @ a[i]).T
+            for i, (part, weight) in enumerate(zip(x.split([3, 4]), (linear.weight0, linear.weight1), strict=True))
+        ]
+    )
+    out = {"got": got, "want": want, "grad": grad, "by hand": torch.autograd.grad(again.square().sum(), (x, a, b))}
+    out["shards"] = {name: value.clone() for name, _, value in adapter_shards(mlp)}
+    # The only layer, as Megatron's block asks for it.
+    prefix = "decoder.layers.mlp.experts.experts.linear_fc1."
+    state = linear.sharded_state_dict(prefix, ((0, 0, 1),), {})
+    Path(root).mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(state, root)
+    parallel_state.destroy_model_parallel()
+    return out
+
+
+def test_adapters_of_grouped_experts_are_those_of_single_ones(tmp_path: Path) -> None:
+    """Outputs, gradients, beginnings and checkpoints, for the layers that Transformer Engine makes on GPUs."""
+    results = run_distributed(_grouped, 2, str(tmp_path / "save"))
+    reader = TorchDistReader(tmp_path / "save")
+    for rank, result in enumerate(results):
+        assert torch.allclose(result["got"], result["want"], atol=1e-5)
+        for mine, other in zip(result["grad"], result["by hand"], strict=True):
+            assert torch.allclose(mine, other, atol=1e-3, rtol=1e-4)
+        for index in range(2):
+            name = f"mlp.experts.experts.{2 * rank + index}.linear_fc1"
+            local = f"experts.local_experts.{index}.linear_fc1"
+            a, b = result["shards"][f"{local}.lora_a"], result["shards"][f"{local}.lora_b"]
+            assert torch.equal(a, initial_a(f"0.{name}", RANK, 5, SEED)) and b.shape == (2, 3, RANK)
+            assert torch.equal(reader.read(f"decoder.layers.0.{name}.lora_a"), a)
+            assert torch.equal(reader.read(f"decoder.layers.0.{name}.lora_b"), b)

@@ -194,7 +194,7 @@ class NamedByTransformerEngine:
     """A model whose parameters bear the names that Transformer Engine's grouped layers give them."""
 
     def __init__(self, gpt: Any, model: Any) -> None:
-        self.decoder = gpt.decoder
+        self.decoder, self.named_buffers = gpt.decoder, gpt.named_buffers
         names = [(self._name(name, gpt, model), parameter) for name, parameter in gpt.named_parameters()]
         # It registers the first matrix of all experts, then the second; the local layers both of one expert.
         self._named = sorted(names, key=lambda named: "linear_fc2.weight" in named[0] and ".experts." in named[0])

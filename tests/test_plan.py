@@ -12,7 +12,7 @@ import pytest
 from test_model_scripts import PUBLISHED, source
 
 from megatron_bridge.arithmetic import GIB
-from megatron_bridge.arithmetic.cards import CARDS, GEMM_SHARE
+from megatron_bridge.arithmetic.cards import CARDS, GEMM_SHARE, SYNC_SECONDS
 from megatron_bridge.arithmetic.parameters import (
     active_parameters,
     adapter_parameters,
@@ -22,9 +22,15 @@ from megatron_bridge.arithmetic.parameters import (
 )
 from slime_retool.cli import main
 from slime_retool.commands.plan.changes import changes_that_fit, changes_that_speed_up
-from slime_retool.commands.plan.generation import generate_seconds
-from slime_retool.commands.plan.memory import TrainerMemory, host_memory, stage_memory, trainer_memories
-from slime_retool.commands.plan.plan import Plan, make_plan
+from slime_retool.commands.plan.generation import generate_seconds, sync_seconds
+from slime_retool.commands.plan.memory import (
+    TrainerMemory,
+    engine_memory,
+    host_memory,
+    stage_memory,
+    trainer_memories,
+)
+from slime_retool.commands.plan.plan import Plan, make_plan, memory_of_moments
 from slime_retool.commands.plan.timing import stage_passes, train_seconds
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
@@ -168,6 +174,38 @@ def test_adapters_are_all_that_has_gradients_and_optimizer_state(tp):
     assert memory.optimizer == 12 * (whole + split // tp)
     full = trainer_memory(config_of("qwen3-4B"), work(2000))
     assert 0 < memory.weights * tp - full.weights < 0.02 * full.weights
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (8, 1), (4, 2)])
+def test_adapters_of_experts_are_spread_over_their_ranks(ep, etp):
+    """30B-A3B, rank 8, 48 layers of 128 experts of width 768: of an expert A [8, 2048] and B [2048, 8] are whole on the
+    ranks that share it, B [2, 768, 8] and A [8, 768] are split."""
+    config = config_of(
+        "qwen3-30B-A3B", lora_rank=8, actor_num_gpus_per_node=8, expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )  # fmt: skip
+    attention = 48 * 8 * (2048 + 4096 + 2 * 512 + 4096 + 2048)
+    experts = 48 * 128 // ep * 8 * (2 * 2048 + 3 * 768 // etp)
+    memory = trainer_memory(config, work(2000))
+    assert memory.gradients == 4 * (attention + experts)
+    assert memory.optimizer == 12 * (attention // 8 + experts * ep * etp // 8)
+    assert config.checkpoint_bytes() == 14 * (attention + 48 * 128 * 8 * (2 * 2048 + 3 * 768))
+
+
+def test_an_engine_with_adapters_apart_has_room_for_two_and_gets_only_them():
+    """4B, rank 32. SGLang holds A of q, k and v, and of gate and up, one by one."""
+    options = dict(lora_rank=32, colocate=True, offload_train=True, offload_rollout=True)
+    apart = config_of("qwen3-4B", **options, lora_weight_update="adapters")
+    merged = config_of("qwen3-4B", **options)
+    card = CARDS["h200"]
+    room = 36 * 32 * (3 * 2560 + 4096 + 2 * 1024 + 4096 + 2560 + 2 * 2560 + 2 * 9728 + 9728 + 2560)
+    engine, without = engine_memory(apart, card), engine_memory(merged, card)
+    assert (engine.adapters, without.adapters) == (2 * 2 * room, 0)
+    assert engine.total == without.total and engine.kv_cache == without.kv_cache - engine.adapters
+    assert sync_seconds(apart, card) == pytest.approx(SYNC_SECONDS + 2 * 2 * room / card.host_link)
+    assert sync_seconds(apart, card) < sync_seconds(merged, card)
+    (_, _, kept), (_, _, given_back) = (memory_of_moments(c, card, work(2000)) for c in (apart, merged))
+    assert kept["training"] - given_back["training"] == engine.weights + engine.adapters
 
 
 def test_pipeline_stages_keep_one_micro_batch_for_each_stage_behind_them():

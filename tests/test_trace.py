@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.check_trace import SHARE, differences, pieces_of, problems, read_trace
+from benchmarks.check_trace import SHARE, Piece, differences, lost, pieces_of, problems, read_trace
 from slime_retool.cluster import trainers
 from slime_retool.cluster.profiler import StepProfiler, tool_calls, with_tools_as_one
 from slime_retool.cluster.trainers import CLOCK_EXCHANGES, Trainers
@@ -115,8 +115,8 @@ def test_an_event_has_its_place_its_time_from_the_first_one_and_what_else_is_kno
     assert [event for event in events if event["ph"] == "X"] == [
         {"ph": "X", "cat": "slime_retool", "name": name, "pid": 1, "tid": thread, "ts": ts, "dur": dur, "args": args}
         for name, thread, ts, dur, args in [
-            ("whole", 1, 1_000_000, 3_000_000, {"status": "ok", "tokens": 7}),
-            ("beside", 2, 1_500_000, 1_000_000, {"status": "ok"}),
+            ("whole", 2, 1_000_000, 3_000_000, {"status": "ok", "tokens": 7}),
+            ("beside", 3, 1_500_000, 1_000_000, {"status": "ok"}),
         ]
     ]
     assert [event for event in events if event["ph"] == "C"] == [
@@ -126,10 +126,37 @@ def test_an_event_has_its_place_its_time_from_the_first_one_and_what_else_is_kno
     named = {(event["name"], event["pid"], event["tid"]): event["args"] for event in events if event["ph"] == "M"}
     assert named == {
         ("process_name", 1, 0): {"name": "one"}, ("process_sort_index", 1, 0): {"sort_index": 1},
-        ("thread_name", 1, 1): {"name": "lane 1"}, ("thread_sort_index", 1, 1): {"sort_index": 1},
-        ("thread_name", 1, 2): {"name": "lane 2"}, ("thread_sort_index", 1, 2): {"sort_index": 2},
+        ("thread_name", 1, 2): {"name": "lane 1"}, ("thread_sort_index", 1, 2): {"sort_index": 2},
+        ("thread_name", 1, 3): {"name": "lane 2"}, ("thread_sort_index", 1, 3): {"sort_index": 3},
         ("process_name", 2, 0): {"name": "two"}, ("process_sort_index", 2, 0): {"sort_index": 2},
     }  # fmt: skip
+
+
+def test_no_lane_has_its_process_s_number_which_perfetto_would_call_the_main_thread(tmp_path: Path) -> None:
+    lanes = {f"lane {number}": [[span("slice", 0, 1)]] for number in range(4)}
+    events = write(tmp_path / "t.json.gz", {group: lanes for group in ("one", "two", "three")}, {})["traceEvents"]
+    assert [(event["pid"], event["tid"]) for event in events if event["ph"] == "X"] == [
+        (1, 2), (1, 3), (1, 4), (1, 5), (2, 1), (2, 3), (2, 4), (2, 5), (3, 1), (3, 2), (3, 4), (3, 5),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lane", ["", None])
+def test_a_lane_without_a_name_is_told_of(lane: str | None, tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.json.gz", {"driver": {"step": [STEP]}}, METRICS)
+    next(event for event in trace["traceEvents"] if event["name"] == "thread_name")["args"]["name"] = lane
+    (found,) = problems(trace)
+    assert found.endswith("gives no name")
+
+
+def test_slices_that_another_reader_lost_moved_or_saw_once_are_told_of(tmp_path: Path) -> None:
+    unit = [span("a", 0, 3), span("b", 1.000001, 0.5), span("c", 2, 1)]
+    pieces = pieces_of(write(tmp_path / "t.json.gz", {"one": {"lane": [unit]}}, {}))
+    twice = [*pieces, pieces[-1]]
+    assert lost(pieces, reversed(pieces)) == [] and lost(pieces, twice) == []
+    assert [each.name for each in lost(twice, pieces)] == ["c"]
+    for change in ({"begin": 1.000002}, {"seconds": 0.500001}, {"lane": "lane 2"}, {"group": "two"}):
+        theirs = [each._replace(**change) if each.name == "b" else each for each in pieces]
+        assert lost(pieces, theirs) == [Piece("one", "lane", "b", 1_000_001, 500_000)]
 
 
 @pytest.mark.parametrize("factor", [1.0, 1 + SHARE * 1.5, 1 - SHARE * 1.5])

@@ -104,8 +104,10 @@ def test_a_payload_names_only_what_sglang_loads_and_opens_the_same_memory(dtype:
 
     for _ in range(3):  # every bucket has a handle of its own
         opened = Recording(io.BytesIO(base64.b64decode(payload(export(shared), bucket)))).load()
-        ((_, flat),) = opened
-        assert all(torch.equal(_loaded(opened)[name], tensor) for name, tensor in tensors)
+        flat, metadata = opened["flattened_tensor"], opened["metadata"]
+        for (name, tensor), meta in zip(tensors, metadata, strict=True):
+            assert meta.name == name
+            assert torch.equal(flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape), tensor)
         shared.fill_(7)
         assert int(flat[0]) == 7
         next(buckets(tensors, [shared]))
@@ -137,9 +139,7 @@ class _Recorder(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        workers = [
-            _loaded(pickle.loads(base64.b64decode(text))) for text in body["serialized_named_tensors"]
-        ]
+        workers = [_loaded(pickle.loads(base64.b64decode(text))) for text in body["serialized_named_tensors"]]
         self.received.append(workers)
         reply = json.dumps({"success": body["load_format"] == BUCKET_LOADER, "message": "wrong format"}).encode()
         self.send_response(200)

@@ -10,6 +10,8 @@ import psutil
 import ray
 
 from slime_retool.config import Config
+from slime_retool.engine.adapter_checksum import ADAPTERS_LOADER
+from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.kernel_cache import make_kernel_cache
 from slime_retool.trace import RankSpans
 from slime_retool.trainer.rendezvous import Rendezvous
@@ -165,7 +167,8 @@ class EngineActor:
 
     def weight_checksums(self) -> dict[str, str]:
         """Checksum of each tensor as the engine holds it, by Hugging Face name."""
-        return self._engine.admin(timeout=self._config.distributed_timeout_minutes * 60).weight_checksums()
+        admin = self._engine.admin(timeout=self._config.distributed_timeout_minutes * 60)
+        return admin.weight_checksums(loader=ADAPTERS_LOADER if self._config.serves_adapters else REPORT_LOADER)
 
     def stop(self) -> None:
         if self._engine is not None:

@@ -15,9 +15,10 @@ from slime_retool.cluster.actors import EngineActor
 from slime_retool.cluster.placement import Slot
 from slime_retool.cluster.remote import STOP_SECONDS, call, end, first_line, quietly, results
 from slime_retool.config import Config
+from slime_retool.config.require import require
 from slime_retool.engine.admin import EngineAdmin, MemoryTag, every_engine
 from slime_retool.engine.router import RouterProcess
-from slime_retool.engine.server import engine_workers
+from slime_retool.engine.server import adapter_flags, engine_workers
 from slime_retool.engine.upkeep import EngineService, Upkeep
 from slime_retool.errors import ConfigError, SlimeRetoolError, WeightUpdateError
 
@@ -150,6 +151,14 @@ class Engines:
                 returns_experts = not config.use_rollout_routing_replay or engine.returns_experts()
             except WeightUpdateError as error:
                 raise ConfigError(f"--rollout-external-urls: no SGLang server answers there: {error}") from error
+            if config.lora is not None and config.serves_adapters:
+                rank, flags = engine.adapter_rank(), adapter_flags(config)
+                wanted = " ".join(word for name, values in flags.items() for word in (name, *values))
+                require(
+                    rank >= config.lora.rank,
+                    f"--rollout-external-urls: {engine.url} takes adapters up to rank {rank}: start it with {wanted}, "
+                    "or use --lora-weight-update merged",
+                )
             expected = engine_workers(config)
             if workers != expected and config.weight_transport == "broadcast":
                 raise ConfigError(
@@ -265,7 +274,9 @@ class Engines:
 
     def release(self, *tags: MemoryTag) -> None:
         """Pause, and give back memory, where --offload-rollout says so; what is given back already stays so."""
-        wanted: list[MemoryTag] = [tag for tag in tags if tag not in self._released]
+        # Weights that no update sends again stay.
+        kept: set[MemoryTag] = {"weights"} if self._config.serves_adapters else set()
+        wanted: list[MemoryTag] = [tag for tag in tags if tag not in self._released | kept]
         if self._config.offloads_rollout and wanted:
             every_engine(self._admins, lambda engine: engine.pause())
             every_engine(self._admins, lambda engine: engine.flush_cache())

@@ -11,9 +11,13 @@ from slime_retool.config.config import Config
 from slime_retool.config.groups import REPLAY_ROLLOUT, RL_ROLLOUT, SFT_ROLLOUT, CriticArgs
 from slime_retool.config.parallel import check_world_size
 from slime_retool.config.require import refuse_unused, require
+from slime_retool.config.resolve import read_checkpoint
 from slime_retool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+WITHOUT_ROUTING = ("mixtral",)
+"""Families whose server ends itself at the first request when it is to return experts."""
 
 
 def check_algorithm(config: Config) -> None:
@@ -138,6 +142,11 @@ def _check_routing_replay(config: Config) -> None:
     require(
         config.num_experts is None or config.num_experts <= 65535,
         f"{flag}, kept in 16 bits: at most 65535 of --num-experts, got {config.num_experts}",
+    )
+    kind = read_checkpoint(config).get("model_type")
+    require(
+        kind not in WITHOUT_ROUTING,
+        f"{flag}, which SGLang 0.5.15 cannot return for {kind}: its routers do not know their layer; drop it",
     )
     chunk = " ".join(config.sglang_server_flags.get("--chunked-prefill-size", []))
     require(

@@ -104,6 +104,12 @@ class Config(
         return LoraSpec(self.lora_rank, alpha, tuple(self.lora_target_modules), base)
 
     @property
+    def serves_adapters(self) -> bool:
+        """Whether engines hold the frozen weights and the adapters apart, and an update sends the adapters alone."""
+        updates = self.num_engines > 0 and not self.debug_rollout_only
+        return updates and self.lora_rank is not None and self.lora_weight_update == "adapters"
+
+    @property
     def algorithm(self) -> Algorithm:
         """What `--advantage-estimator` names. Raises ConfigError for a name or path that leads to none."""
         return find_algorithm(self.advantage_estimator)

@@ -432,7 +432,16 @@ class LoraArgs:
         None, above=0, help="An adapter's output counts alpha / rank times (default: twice the rank)."
     )
     lora_target_modules: list[str] = flag(
-        list(TARGET_MODULES), nargs="+", choices=tuple(TARGET_MODULES), help="Linear layers that get an adapter."
+        list(TARGET_MODULES),
+        nargs="+",
+        choices=tuple(TARGET_MODULES),
+        help="Linear layers that get an adapter; of a mixture of experts every expert's.",
+    )
+    lora_weight_update: str = flag(
+        "merged",
+        choices=("merged", "adapters"),
+        help="merged: engines get all weights, with the adapters merged into them; adapters: they get the frozen "
+        "weights once and then the adapters alone, which SGLang applies beside them.",
     )
 
 

@@ -15,11 +15,11 @@ from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import LATEST_FILE, exists, holds_checkpoints, latest_rollout, what_it_is
 from megatron_bridge.hf_config import check_against_hf, check_tokenizer
-from megatron_bridge.lora_spec import TARGET_MODULES
-from megatron_bridge.model_config import nearest_divisor, required
+from megatron_bridge.model_config import nearest_divisor
 from slime_retool.config.algorithm import check_algorithm
 from slime_retool.config.config import HOOK_PATHS, Config
 from slime_retool.config.engines import check_engines, warn_of_graphs
+from slime_retool.config.lora import check_lora
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.require import (
     as_config_error,
@@ -59,7 +59,7 @@ def validate(config: Config) -> None:
     check_algorithm(config)
     _check_replay(config)
     _check_checkpoints(config)
-    _check_lora(config)
+    check_lora(config)
     _check_optimizer(config)
     check_precision(config)
     check_engines(config)
@@ -237,29 +237,6 @@ def _check_room(config: Config) -> None:
 
 def _same_place(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
-
-
-def _check_lora(config: Config) -> None:
-    if config.lora_rank is None:
-        refuse_unused(config, ("lora_alpha", "lora_target_modules"), "--lora-rank")
-        return
-    rank, targets = config.lora_rank, config.lora_target_modules
-    widest = required(config, "hidden_size")
-    require(
-        rank <= widest,
-        f"--lora-rank must be at most the hidden size {widest}, got {rank}; without the flag all weights train",
-    )
-    require(bool(targets), f"--lora-target-modules needs at least one of {' '.join(TARGET_MODULES)}")
-    mlp = [target for target in targets if target.startswith("linear_fc")]
-    require(
-        config.num_experts is None or not mlp,
-        f"--lora-target-modules {' '.join(mlp)}: experts take no adapters; use linear_qkv linear_proj",
-    )
-    require(len(set(targets)) == len(targets), f"--lora-target-modules names one twice: {' '.join(targets)}")
-    require(
-        config.ref_load is not None or config.debug_rollout_only,
-        "--lora-rank needs the frozen weights, which checkpoints of adapters leave out: add --ref-load DIR",
-    )
 
 
 def _check_optimizer(config: Config) -> None:

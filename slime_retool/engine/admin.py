@@ -31,6 +31,8 @@ from slime_retool.engine.process import direct
 from slime_retool.engine.weight_copies import REFRESH_LOADER
 from slime_retool.errors import WeightUpdateError
 
+ADAPTER = "policy"
+"""What requests call the LoRA adapters of the newest weight update, where engines have them apart."""
 MemoryTag = Literal["weights", "kv_cache"]
 
 
@@ -133,6 +135,27 @@ class EngineAdmin:
         """Load a Hugging Face checkpoint folder. The cache is not flushed: call `flush_cache`."""
         self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
 
+    def adapter_rank(self) -> int:
+        """The largest rank of LoRA adapters that the server takes; 0 where it takes none."""
+        return int(self._get("/server_info", "max_lora_rank") or 0)
+
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that the server has."""
+        models = self._get("/v1/models", "data")
+        return [str(model["id"]) for model in models if model.get("parent") is not None]
+
+    def load_adapter(self, name: str, config: dict[str, Any], payload: str, *, load_format: str) -> None:
+        """Take a LoRA adapter, which requests then name as `lora_path`. None of this name may be there.
+
+        `config` is PEFT's, `payload` one base64 pickle for all workers (`trainer.weight_sync.adapters`).
+        """
+        body = {"lora_name": name, "config_dict": config, "serialized_tensors": payload}
+        self._post("/load_lora_adapter_from_tensors", body | {"load_format": load_format})
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; waits for the requests that use it."""
+        self._post("/unload_lora_adapter", {"lora_name": name})
+
     def set_weight_version(self, version: int) -> None:
         """The version that completions report from now on."""
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -153,15 +176,17 @@ class EngineAdmin:
         """Leave the group that `init_weights_update_group` joined."""
         self._post("/destroy_weights_update_group", {"group_name": group_name})
 
-    def weight_checksums(self) -> dict[str, str]:
+    def weight_checksums(self, *, loader: str = REPORT_LOADER) -> dict[str, str]:
         """{Hugging Face name: checksum} of the weights the engine holds now; see `engine.checksum`.
+
+        loader: `engine.adapter_checksum.ADAPTERS_LOADER` for an engine with adapters, which are reported too.
 
         For engines that share this host's file system for temporary files, started by `EngineProcess`, which registers
         the function that computes them.
         """
         with tempfile.TemporaryDirectory(prefix="slime-retool-checksums-") as folder:
             path = Path(folder) / "checksums.json"
-            self._run_loader(REPORT_LOADER, str(path))
+            self._run_loader(loader, str(path))
             answer = json.loads(path.read_text())
         if "error" in answer:
             raise WeightUpdateError(f"{self.url} could not compute checksums: {answer['error']}")
@@ -207,7 +232,7 @@ class EngineAdmin:
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace").strip()
             reply = _parsed(text)
-            message = reply.get("message") or reply.get("error") or text or "no reason"
+            message = next(filter(None, map(reply.get, ("message", "error", "error_message"))), text) or "no reason"
             if message in ("no reason", "Internal Server Error"):
                 message += "; the end of its log says more (logs/engine_N.log in --output-dir)"
             raise WeightUpdateError(f"{self.url}{path} answered HTTP {error.code}: {message}") from error

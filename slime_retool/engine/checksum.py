@@ -30,12 +30,14 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slime_retool.engine.expert_weights import ExpertShard
+from slime_retool.engine.expert_weights import ExpertShard, matrix_names
 
 Gather = Callable[[Any], list[Any]]
 """A worker's tensor -> those of all tensor-parallel workers, in order."""
 ROWS_OF_INPUT = ("o_proj", "down_proj")
 """Matrices that are split by columns (their input) over the workers."""
+SHARED = ".shared_experts"
+"""GLM-4.5's name of the expert that SGLang may lay after the others."""
 
 CHUNK = 2**22
 """Elements at a time: 100 MB of temporaries."""
@@ -99,19 +101,22 @@ def hf_weights(model: Any, workers: int = 1, gather: Gather = lambda tensor: [te
 
 
 def _experts(name: str, shard: ExpertShard, gather: Gather) -> Iterator[tuple[str, Any]]:
-    """Every expert of the layer, from all workers' shares."""
+    """Every expert of the layer, from all workers' shares; a shared one that lies among them under its own name."""
     import torch
 
     place = torch.tensor([shard.first, shard.part], device=shard.down.device)
     places = [tuple(each.tolist()) for each in gather(place)]
-    matrices = {"gate_proj": (shard.gate, 0), "up_proj": (shard.up, 0), "down_proj": (shard.down, 1)}
-    for matrix, (values, split_by) in matrices.items():
+    firsts = sorted({first for first, _ in places})
+    split = ((shard.gate, 0), (shard.up, 0), (shard.down, 1))
+    for matrix, (values, split_by) in zip(matrix_names(name), split, strict=True):
         for number, value in enumerate(values):
             shares = dict(zip(places, gather(value), strict=True))
-            for first in sorted({first for first, _ in places}):
+            is_shared = number >= shard.routed
+            for first in firsts[:1] if is_shared else firsts:
                 parts = [shares[place] for place in sorted(shares) if place[0] == first]
                 whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=split_by)
-                yield f"{name}.{first + number}.{matrix}.weight", whole
+                expert = f"{name.removesuffix('.experts')}{SHARED}" if is_shared else f"{name}.{first + number}"
+                yield f"{expert}.{matrix}.weight", whole
 
 
 def _gather(tensor: Any, group: Any) -> list[Any]:

@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """The two kinds of stacks."""
+_MIXTRAL = ".block_sparse_moe.experts"
 _STACK_NAME = re.compile(rf"(.+)\.({GATE_UP}|{DOWN})\[(\d+):(\d+)\]")
+
+
+def matrix_names(prefix: str) -> tuple[str, str, str]:
+    """Hugging Face's names of gate, up and down matrix in an expert of the module `prefix`."""
+    return ("w1", "w3", "w2") if prefix.endswith(_MIXTRAL) else ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +59,11 @@ class Stack:
 
     def matrices(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, matrix) of each expert; `values` is the stack itself."""
+        gate, up, down = matrix_names(self.prefix)
         for expert, value in zip(range(self.first, self.end), values, strict=True):
-            if self.kind == DOWN:
-                yield f"{self.prefix}.{expert}.down_proj.weight", value
-            else:
-                gate, up = value.chunk(2)
-                yield f"{self.prefix}.{expert}.gate_proj.weight", gate
-                yield f"{self.prefix}.{expert}.up_proj.weight", up
+            parts = {down: value} if self.kind == DOWN else dict(zip((gate, up), value.chunk(2), strict=True))
+            for name, part in parts.items():
+                yield f"{self.prefix}.{expert}.{name}.weight", part
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +71,12 @@ class ExpertShard:
     """A worker's part of the experts of one layer, as views of its parameters.
 
     first: number of its first expert among those of the layer.
+    routed: how many there are of these; a shared expert, which every worker has, may lie after them.
     part, parts: which of how many tensor-parallel parts of each expert.
     """
 
     first: int
+    routed: int
     part: int
     parts: int
     gate: Tensor  # [E, I / parts, H]
@@ -88,7 +94,8 @@ class ExpertShard:
         gate, up = w13.unflatten(1, (2, -1)).unbind(1)
         if layer.quant_method.load_up_proj_weight_first:
             gate, up = up, gate
-        return cls(layer.moe_ep_rank * layer.num_local_experts, layer.moe_tp_rank, layer.moe_tp_size, gate, up, down)
+        routed = layer.num_local_experts - layer.num_fused_shared_experts
+        return cls(layer.moe_ep_rank * routed, routed, layer.moe_tp_rank, layer.moe_tp_size, gate, up, down)
 
     def load(self, stack: Stack, values: Tensor) -> bool:
         """Copy this worker's part of a stack; False, and nothing is done, where the widths are not those of the stack.
@@ -98,7 +105,7 @@ class ExpertShard:
         width = self.down.shape[2]
         if (values.shape[2] if stack.kind == DOWN else values.shape[1] // 2) != width * self.parts:
             return False
-        first, end = max(stack.first, self.first), min(stack.end, self.first + len(self.down))
+        first, end = max(stack.first, self.first), min(stack.end, self.first + self.routed)
         if first >= end:
             return True
         values = values[first - stack.first : end - stack.first]
@@ -128,10 +135,10 @@ def unreadable(layer: Any) -> str | None:
         return "the CPU's AMX kernels pack them; serve on a CPU without AMX, or on a GPU"
     if method._aiter_runner is not None:
         return "aiter shuffles them; use --sglang-moe-runner-backend triton"
-    if layer.num_fused_shared_experts:
-        return "shared experts lie among them; use --sglang-disable-shared-experts-fusion"
+    if layer.num_fused_shared_experts > 1:
+        return "several shared experts lie among them; use --sglang-disable-shared-experts-fusion"
     if places is not None:
         held = places.physical_to_logical_map_cpu[layer.layer_id].tolist()
-        if held != list(range(layer.num_experts)):
+        if held != list(range(layer.num_experts - layer.num_fused_shared_experts)):
             return "they are balanced over workers; drop --sglang-enable-eplb and --sglang-ep-num-redundant-experts"
     return None

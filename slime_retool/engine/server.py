@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import slime_retool
+from megatron_bridge.lora_spec import hf_targets
 from slime_retool.config import Config
 from slime_retool.config.engines import check_server_flags
+from slime_retool.engine.adapter_checksum import ADAPTERS_LOADER
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.bucket_loader import BUCKET_LOADER
 from slime_retool.engine.checksum import REPORT_LOADER
@@ -42,6 +44,8 @@ GATHER_PREFILLS: Flags = {
 }
 CPU_KV_TOKENS = 65_536
 """Bound of the default KV cache on a CPU; more requests than fit wait their turn."""
+ADAPTER_SLOTS = 2
+"""Adapters that one batch may use: the policy's, and none, as a question whether the engine lives has."""
 RETURN_EXPERTS = "--enable-return-routed-experts"
 STOP_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL: SGLang has nothing to save, looks for the signal every 5 s, and then kills its
@@ -69,6 +73,8 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     flags: Flags = {} if config.on_cuda else dict(CPU_FLAGS)
     if _gathers_prefills(config):
         flags |= GATHER_PREFILLS
+    if config.serves_adapters and not config.on_cuda:
+        flags["--lora-backend"] = ["torch_native"]
     if config.num_experts is not None and config.on_cuda and "--quantization" not in config.sglang_server_flags:
         flags["--moe-runner-backend"] = ["triton"]  # SGLang's own choice may be one of SHUFFLING_BACKENDS
     flags |= config.sglang_server_flags
@@ -81,6 +87,9 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     }
     if config.offloads_rollout and config.on_cuda:
         flags["--enable-memory-saver"] = []
+    if config.serves_adapters:
+        flags |= adapter_flags(config)
+        flags["--custom-weight-loader"] += [ADAPTERS_LOADER]
     if config.use_rollout_routing_replay:
         flags[RETURN_EXPERTS] = []
     if config.sglang_mem_fraction_static is not None:
@@ -92,10 +101,21 @@ def server_flags(config: Config, *, rank: int = 0) -> Flags:
     return flags
 
 
+def adapter_flags(config: Config) -> Flags:
+    """What lets a server take the adapters of weight updates."""
+    assert config.lora is not None
+    return {
+        "--enable-lora": [],
+        "--max-lora-rank": [str(config.lora.rank)],
+        "--lora-target-modules": hf_targets(config.lora.targets, config),
+        "--max-loras-per-batch": [str(ADAPTER_SLOTS)],
+    }
+
+
 def server_module(config: Config) -> str:
     """What starts the server: SGLang's launcher, in a wrapping of ours where it asks a CPU for pinned memory."""
-    pins = config.use_rollout_routing_replay and not config.on_cuda
-    return "slime_retool.engine.unpinned_main" if pins else "sglang.launch_server"
+    pins = config.use_rollout_routing_replay or config.serves_adapters
+    return "slime_retool.engine.unpinned_main" if pins and not config.on_cuda else "sglang.launch_server"
 
 
 def _gathers_prefills(config: Config) -> bool:

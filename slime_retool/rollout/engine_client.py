@@ -39,14 +39,24 @@ class RouterClient(JsonClient):
     """
 
     def __init__(
-        self, url: str, *, service: EngineService | None = None, experts: RouterShape | None = None, **limits: Any
+        self,
+        url: str,
+        *,
+        service: EngineService | None = None,
+        experts: RouterShape | None = None,
+        adapter: str | None = None,
+        **limits: Any,
     ) -> None:
         """`experts`: have the engine return which it chose; `url` is then a server's, where there is no `service`.
 
-        `limits`: those of `JsonClient`.
+        `adapter`: the LoRA adapter that the engine is to apply. `limits`: those of `JsonClient`.
         """
         super().__init__(url, **limits)
         self._service, self._experts = service, experts
+        self._body: dict[str, Any] = {"return_logprob": True, "stream": False}
+        """Part of every request."""
+        if adapter is not None:
+            self._body["lora_path"] = adapter
         self._unnamed = count()
         self._one_look = asyncio.Lock()
         self._looked = -math.inf
@@ -111,7 +121,7 @@ class RouterClient(JsonClient):
 
         `routed_from`: the first token of which the chosen experts are wanted, where they are returned; None: of none.
         """
-        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "stream": False}
+        body = self._body | {"input_ids": input_ids, "sampling_params": sampling_params}
         if cache_key is not None:
             body["extra_key"] = cache_key
         base = None
@@ -139,12 +149,10 @@ class RouterClient(JsonClient):
 
     async def prompt_log_probs(self, input_ids: list[int]) -> list[float]:
         """Log-probs of the given tokens at temperature 1, 0.0 for the first, without generating. Raises EngineError."""
-        body = {
+        body = self._body | {
             "input_ids": input_ids,
             "sampling_params": {"max_new_tokens": 0},
-            "return_logprob": True,
             "logprob_start_len": 0,
-            "stream": False,
         }
         return parse_prompt_log_probs(await self.post("/generate", body), input_ids)
 

@@ -18,6 +18,7 @@ from slime_retool.config.schedule import with_num_rollout
 from slime_retool.data.readers import Row, write_rows
 from slime_retool.data.rows import RowCheck, RowReader
 from slime_retool.data.source import PromptDataSource, load_eval_samples
+from slime_retool.engine.admin import ADAPTER
 from slime_retool.engine.upkeep import EngineService
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import RolloutFn, load_function
@@ -234,6 +235,7 @@ class RolloutManager:
         self._client = RouterClient(
             router if isinstance(router, str) else router.url,
             service=service,
+            adapter=ADAPTER if config.serves_adapters else None,
             concurrency=config.sglang_server_concurrency * max(1, config.num_engines),
             timeout=config.rollout_request_timeout,
             retries=config.rollout_request_retries,

@@ -1,14 +1,18 @@
-"""The engine's choice of experts as it travels: from its reply, and in checkpoints and dumps."""
+"""The engine's choice of experts as it travels: from its reply, and in checkpoints and dumps.
+
+A reply holds 2 kB of it for each token of a model as Qwen3-30B-A3B, so it is decoded by what takes a hundredth of the
+time of Python's own base64.
+"""
 
 from __future__ import annotations
 
-import base64
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pybase64
 
 from megatron_bridge.model_config import moe_layers, required
 from slime_retool.config import Config
@@ -40,9 +44,11 @@ class RouterShape:
                 "the engine returned no experts although asked to; start it with --enable-return-routed-experts"
             )
         try:
-            ids = np.frombuffer(base64.b64decode(text, validate=True), "<i4").reshape(shape)[:, list(self.moe_layers)]
+            ids = np.frombuffer(pybase64.b64decode(text, validate=True), "<i4").reshape(shape)
         except (ValueError, TypeError) as error:
             raise EngineError(f"the engine's experts are not of {shape} (tokens, layers, top k): {error}") from error
+        if not all(self.moe_layers):
+            ids = ids[:, list(self.moe_layers)]
         if ids.size and not 0 <= ids.min() <= ids.max() < self.num_experts:
             raise EngineError(f"the engine chose experts {ids.min()} to {ids.max()}, the model has {self.num_experts}")
         typecode = RoutedExperts.typecode(self.num_experts)
@@ -59,7 +65,7 @@ def pack_experts(routed: RoutedExperts | None) -> dict[str, Any] | None:
     """JSON-able. Not compressed: the ids of many experts hardly get smaller."""
     if routed is None:
         return None
-    ids = base64.b64encode(routed.ids.tobytes()).decode()
+    ids = pybase64.b64encode(routed.ids.tobytes()).decode()
     return {"layers": routed.layers, "top_k": routed.top_k, "typecode": routed.ids.typecode, "ids": ids}
 
 
@@ -68,5 +74,5 @@ def unpack_experts(state: dict[str, Any] | None) -> RoutedExperts | None:
     if state is None:
         return None
     ids: array[int] = array(state["typecode"])
-    ids.frombytes(base64.b64decode(state["ids"], validate=True))
+    ids.frombytes(pybase64.b64decode(state["ids"], validate=True))
     return RoutedExperts(ids, state["layers"], state["top_k"])

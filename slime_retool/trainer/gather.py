@@ -24,7 +24,7 @@ from megatron_bridge.lora_spec import is_adapter
 from megatron_bridge.model import named_weights
 from megatron_bridge.model_config import ModelArgs
 from megatron_bridge.names import find_parameter, global_name, hf_names, split_expert, split_name
-from slime_retool.engine.expert_weights import DOWN, GATE_UP, Stack
+from slime_retool.engine.expert_weights import DOWN, GATE_UP, Stack, matrix_names
 
 CHUNK_BYTES = 128 * 2**20
 """Bytes of whole parameters that are gathered at once (a larger parameter goes alone)."""
@@ -104,16 +104,18 @@ def _under_hf_names(whole: _Whole, model: ModelArgs, stacked: bool) -> Iterator[
             yield from to_hf(global_name(whole.name, model, expert_offset=number), value, model)
 
 
-_EXPERT_MATRIX = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-_KINDS = {("gate_proj", "up_proj"): GATE_UP, ("down_proj",): DOWN}
+_EXPERT_MATRIX = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def _stack_of(whole: _Whole, model: ModelArgs) -> Stack | None:
     """The stack as engines know it; None for matrices that they hold in another way."""
     matches = [_EXPERT_MATRIX.fullmatch(name) for name in hf_names(whole.name, model)]
     found = [match for match in matches if match is not None]
-    kind = _KINDS.get(tuple(match[3] for match in found))
-    if kind is None or len(found) < len(matches):
+    if not found or len(found) < len(matches):
+        return None
+    gate, up, down = matrix_names(found[0][1])
+    kind = {(gate, up): GATE_UP, (down,): DOWN}.get(tuple(match[3] for match in found))
+    if kind is None:
         return None
     first = int(found[0][2])
     return Stack(found[0][1], kind, first, first + len(whole.value))

@@ -14,7 +14,7 @@ from megatron_bridge.arithmetic.flops import layers_matmul_parameters, output_pa
 from megatron_bridge.arithmetic.parameters import all_expert_parameters, total_parameters, widths
 from megatron_bridge.model_config import moe_layers, required
 from slime_retool.commands.plan.activations import BF16
-from slime_retool.commands.plan.memory import TrainerMemory, engine_memory, kv_bytes_per_token
+from slime_retool.commands.plan.memory import TrainerMemory, adapter_bytes, engine_memory, kv_bytes_per_token
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
 
@@ -71,9 +71,15 @@ def _weights_read(config: Config, running: float) -> float:
 
 
 def sync_seconds(config: Config, card: Card) -> float:
-    """All weights in bf16, gathered and handed over; a copy of the model that spans hosts works over the network."""
+    """All weights in bf16, gathered and handed over; a copy of the model that spans hosts works over the network.
+
+    Of an engine that is sent adapters alone: those.
+    """
     if not config.num_engines:
         return 0.0
+    if config.serves_adapters:
+        # To the host, and from there to the engine's device.
+        return cards.SYNC_SECONDS + 2 * adapter_bytes(config) / card.host_link
     size = total_parameters(config) * BF16
     gpus = config.actor_num_gpus_per_node
     shards = max(config.model_parallel_size, config.expert_model_parallel_size * config.pipeline_model_parallel_size)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.arithmetic.cards import Card
 from megatron_bridge.arithmetic.parameters import (
-    adapter_parameters,
     all_expert_parameters,
+    stage_adapters,
     stage_layers,
     stage_parameters,
     widths,
@@ -39,6 +39,7 @@ from slime_retool.commands.plan.activations import (
 from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
 from slime_retool.config.config import Role
+from slime_retool.engine.server import ADAPTER_SLOTS
 
 RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest: outside of what torch counts."""
@@ -83,12 +84,14 @@ class EngineMemory:
     weights: int
     kv_cache: int
     runtime: int
+    adapters: int
+    """SGLang's room for LoRA adapters, beside the weights."""
     kv_tokens: int
     """Tokens that the engine's cache holds (all its workers together hold each token once)."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.runtime
+        return self.weights + self.adapters + self.kv_cache + self.runtime
 
 
 def fullest_micro_batch(config: Config, workload: Workload) -> float:
@@ -176,7 +179,7 @@ def held_parameters(config: Config, stage: int, layers: int, *, logits: bool = T
     if not logits and stage == pp - 1:
         held -= padded_vocab_size(config, tp) // tp * required(config, "hidden_size")
     if config.lora is not None:
-        return held, layers * adapter_parameters(config, config.lora, tp), 0
+        return held, *stage_adapters(config, config.lora, layers=layers, tp=tp, ep=ep, etp=etp)
     experts = all_expert_parameters(config) * layers // required(config, "num_layers") // (ep * etp)
     return 0, held - experts, experts
 
@@ -231,14 +234,34 @@ def engine_memory(config: Config, card: Card) -> EngineMemory:
     weights = BF16 * stage_parameters(
         config, stage=0, layers=required(config, "num_layers"), tp=workers, pp=1, etp=workers
     )
-    cache = max(0, int(card.memory_bytes * fraction) - weights)
+    adapters = ADAPTER_SLOTS * adapter_bytes(config) if config.serves_adapters else 0
+    cache = max(0, int(card.memory_bytes * fraction) - weights - adapters)
     copies = max(1, workers // query_groups(config))  # fewer key heads than workers are copied
     of_token = kv_bytes_per_token(config)
     tokens = cache * workers // copies // of_token
     if config.sglang_max_total_tokens is not None and config.sglang_max_total_tokens < tokens:
         tokens = config.sglang_max_total_tokens
         cache = tokens * of_token * copies // workers
-    return EngineMemory(weights=weights, kv_cache=cache, runtime=ENGINE_RUNTIME_BYTES, kv_tokens=tokens)
+    return EngineMemory(
+        weights=weights, adapters=adapters, kv_cache=cache, runtime=ENGINE_RUNTIME_BYTES, kv_tokens=tokens
+    )
+
+
+def adapter_bytes(config: Config) -> int:
+    """Bytes of the policy's adapters on one worker of an engine, as many as they have in an update.
+
+    Projections that Megatron holds as one layer have an A each. Rows of B, and columns of A where those of the weight
+    are split, are split over the workers. SGLang takes this for each of `ADAPTER_SLOTS`, used or not.
+    """
+    lora, w, workers = config.lora, widths(config), config.rollout_num_gpus_per_engine
+    assert lora is not None
+    elements = {
+        "linear_qkv": 3 * w.hidden + (w.queries + 2 * w.keys) // workers,
+        "linear_proj": w.queries // workers + w.hidden,
+        "linear_fc1": 2 * w.hidden + 2 * w.ffn // workers,
+        "linear_fc2": w.ffn // workers + w.hidden,
+    }
+    return BF16 * lora.rank * required(config, "num_layers") * sum(elements[target] for target in lora.targets)
 
 
 def host_memory(config: Config, trainer: TrainerMemory) -> int:

@@ -23,6 +23,7 @@ from slime_retool.commands.plan.workload import Workload
 from slime_retool.config import Config
 from slime_retool.config.algorithm import check_groups
 from slime_retool.config.engines import check_engines
+from slime_retool.config.lora import check_served_adapters
 from slime_retool.config.parallel import check_parallel
 from slime_retool.config.validate import check_batches, check_precision
 
@@ -118,6 +119,7 @@ def check_layout(config: Config) -> None:
     check_groups(config)
     check_precision(config)
     check_engines(config)
+    check_served_adapters(config)
 
 
 def memory_of_moments(
@@ -131,12 +133,15 @@ def memory_of_moments(
         moments["generating"] = engine.total
     if engine is not None and config.colocate:
         state = trainer.weights + trainer.gradients + trainer.optimizer + trainer.others
-        moments["training"] += ENGINE_RUNTIME_BYTES if config.offloads_rollout else engine.total
+        # An engine that is sent adapters alone keeps its weights.
+        asleep = ENGINE_RUNTIME_BYTES + (engine.weights + engine.adapters if config.serves_adapters else 0)
+        moments["training"] += asleep if config.offloads_rollout else engine.total
         moments["generating"] += trainer.runtime + (0 if config.offloads_train else state)
         if config.offloads_train and config.offloads_rollout:
             # After training only weights stay; engines take room for theirs, and for their cache when it has left.
             buckets = 2 * config.update_weight_buffer_size
-            moments["updating"] = trainer.weights + trainer.runtime + engine.weights + engine.runtime + buckets
+            held = engine.weights + engine.adapters + engine.runtime
+            moments["updating"] = trainer.weights + trainer.runtime + held + buckets
     moments |= {f"training the {name}": held for name, held in apart.items()}
     return trainer, engine, moments
 

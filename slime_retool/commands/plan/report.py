@@ -43,7 +43,7 @@ def as_text(plan: Plan, changes: Sequence[Change]) -> str:
     )  # fmt: skip
     if e is not None:
         lines += ["", "engine, on each of its GPUs"]
-        lines += _gib(weights=e.weights, KV_cache=e.kv_cache, runtime=e.runtime, together=e.total)
+        lines += _gib(weights=e.weights, adapters=e.adapters, KV_cache=e.kv_cache, runtime=e.runtime, together=e.total)
         lines.append(f"  the cache holds {e.kv_tokens:,} tokens")
     lines += ["", "on the fullest GPU while"] + _gib(**plan.moments)
     if plan.host:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from megatron_bridge.arithmetic import cards
 from megatron_bridge.arithmetic.cards import BANDWIDTH_SHARE, GEMM_SHARE, Card
-from megatron_bridge.arithmetic.parameters import adapter_parameters, widths
+from megatron_bridge.arithmetic.parameters import adapter_parameters, all_adapter_parameters, widths
 from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
 from slime_retool.commands.plan.activations import BF16, FP32, expert_imbalance, mean_over_layers, sequence_split
 from slime_retool.commands.plan.memory import (
@@ -155,9 +155,15 @@ def _experts(config: Config, card: Card, *, frozen: bool) -> Pass:
 def _adapters(config: Config, card: Card) -> Pass:
     """LoRA's own products: small in operations, but each reads and writes as much as the layer's."""
     assert config.lora is not None
-    operations = 2 * adapter_parameters(config, config.lora, config.tensor_model_parallel_size)
-    w = widths(config)
-    moved = 3 * BF16 * (w.hidden * 4 + w.queries * 2 + 2 * w.keys + 3 * w.ffn) / config.tensor_model_parallel_size
+    tp, w = config.tensor_model_parallel_size, widths(config)
+    attention, mlp, routed = w.hidden * 2 + w.queries * 2 + 2 * w.keys, w.hidden * 2 + 3 * w.ffn, 0.0
+    if any(moe_layers(config)):
+        copies = required(config, "moe_router_topk") * expert_imbalance(config)
+        routed = copies * (w.hidden * 2 + 3 * required(config, "moe_ffn_hidden_size"))
+        operations = 2 * all_adapter_parameters(config, config.lora, active=True) / required(config, "num_layers") / tp
+    else:
+        operations = 2.0 * adapter_parameters(config, config.lora, tp)
+    moved = 3 * BF16 * (attention + mean_over_layers(config, mlp, routed)) / tp
     once = operations / (card.peak_flops * GEMM_SHARE) + moved / (card.bandwidth * BANDWIDTH_SHARE)
     return Pass(once, 2 * once)
 

@@ -21,6 +21,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,10 +86,24 @@ def _host_handle(data: Tensor) -> Handle:
     return Handle(reductions.rebuild_tensor, (torch.Tensor, storage, (0, data.size(), data.stride(), False)))
 
 
-def payload(handle: Handle, bucket: Bucket) -> str:
+def bucket_payload(handle: Handle, bucket: Bucket) -> str:
     """What SGLang unpickles and gives to `engine.bucket_loader`: the buffer, and which bytes of it are which tensor."""
     content = header(bucket.names, bucket.shapes, str(bucket.dtype).removeprefix("torch."))
     return base64.b64encode(pickle.dumps([(content, _Opened(handle))])).decode()
+
+
+def payload(handle: Handle, bucket: Bucket) -> str:
+    """The same in SGLang's own format, a flattened bucket, for endpoints that take no loader."""
+    metadata, begin = [], 0
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        nbytes = torch.Size(shape).numel() * bucket.dtype.itemsize
+        metadata.append(
+            SimpleNamespace(
+                name=name, shape=shape, dtype=bucket.dtype, start_idx=begin, end_idx=begin + nbytes, numel=nbytes
+            )
+        )
+        begin += nbytes
+    return base64.b64encode(pickle.dumps({"flattened_tensor": _Opened(handle), "metadata": metadata})).decode()
 
 
 class IpcTransport(Transport):
@@ -152,7 +167,7 @@ class IpcTransport(Transport):
 
         def post(bucket: Bucket, handles: list[Handle]) -> None:
             assert engine is not None
-            payloads = [payload(handle, bucket) for handle in handles]
+            payloads = [bucket_payload(handle, bucket) for handle in handles]
             engine.update_weights_from_tensor(payloads, load_format=BUCKET_LOADER)
 
         tensors = hf_named_tensors(

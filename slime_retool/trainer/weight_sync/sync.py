@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
+from megatron_bridge.lora import adapters_off
 from slime_retool.config.groups import TRANSPORTS
 from slime_retool.engine.admin import EngineAdmin, every_engine
 from slime_retool.engine.checksum import tensor_checksum
@@ -15,6 +17,7 @@ from slime_retool.errors import WeightUpdateError
 from slime_retool.protocols import load_function
 from slime_retool.trainer.core import Trainer
 from slime_retool.trainer.gather import EXPERTS, hf_named_tensors
+from slime_retool.trainer.weight_sync.adapters import AdapterTransport, peft_tensors
 from slime_retool.trainer.weight_sync.transport import Peers, Transport, together
 
 
@@ -58,6 +61,8 @@ class WeightSync:
         transport = transport or config.weight_transport
         make = load_function(TRANSPORTS.get(transport, transport), "--update-weight-transport")
         self._transport: Transport = make(self._peers)
+        if config.serves_adapters:
+            self._transport = AdapterTransport(self._peers, self._transport, colocated=transport == "ipc")
         self._urls: dict[int, str] | None = None
         self.set_engines(engine_urls)
 
@@ -118,10 +123,17 @@ class WeightSync:
     def weight_checksums(self) -> dict[str, str]:
         """{HF name: checksum} of the trainer's weights on global rank 0, {} elsewhere. Collective.
 
+        Of an engine's that serves adapters: the frozen weights, and the adapters under PEFT's names.
+
         Comparable with `EngineAdmin.weight_checksums` when the engine holds the trainer's dtype.
         """
-        tensors = hf_named_tensors(self._trainer.module, self._trainer.config)
-        return {name: tensor_checksum(tensor) for name, tensor in tensors}
+        trainer = self._trainer
+        apart = trainer.config.serves_adapters
+        with adapters_off(trainer.module) if apart else nullcontext():
+            tensors = hf_named_tensors(trainer.module, trainer.config)
+            sums = {name: tensor_checksum(tensor) for name, tensor in tensors}
+        adapters = peft_tensors(trainer) if apart else {}
+        return sums | {name: tensor_checksum(tensor) for name, tensor in adapters.items() if trainer.rank == 0}
 
     def close(self) -> None:
         """Give up connections to the engines. Errors are ignored: engines may be gone already."""
