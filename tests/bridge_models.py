@@ -87,7 +87,7 @@ def tiny_model(kind: str, **overrides: Any) -> torch.nn.Module:
         model = Glm4MoeForCausalLM(
             Glm4MoeConfig(
                 **common, num_hidden_layers=3, head_dim=16, n_routed_experts=6,
-                num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=1 if air else 2,
+                num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=1 if air else 2,
                 first_k_dense_replace=1, routed_scaling_factor=1.0 if air else 2.5, use_qk_norm=not air,
                 attention_bias=True, rope_parameters={**rope_of_experts, "partial_rotary_factor": 0.5},
             )

@@ -17,6 +17,7 @@ from trainer_utils import make_trainer, random_samples, tiny_config, weights
 
 from megatron_bridge.convert import convert_hf_to_torch_dist
 from megatron_bridge.hf_config import model_args_from_hf, read_hf_config
+from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.server import EngineProcess, server_environment
 from slime_retool.types import RolloutBatch
 
@@ -29,8 +30,10 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     root: Path = tmp_path_factory.mktemp("served")
     tokenizer = tiny_tokenizer()
     source = save_tiny_model(
-        "glm4_moe", root / "hf", vocab_size=len(tokenizer), eos_token_id=256, pad_token_id=257, bos_token_id=None
-    )
+        # Widths of multiples of 32: an engine on a CPU pads others with zeros, and its checksums would be of those.
+        "glm4_moe", root / "hf", intermediate_size=64, vocab_size=len(tokenizer), eos_token_id=256, pad_token_id=257,
+        bos_token_id=None,
+    )  # fmt: skip
     tokenizer.save_pretrained(source)
     model = model_args_from_hf(read_hf_config(source))
     convert_hf_to_torch_dist(model, source, root / "td", progress=False)
@@ -50,17 +53,20 @@ def _train_and_send(rank: int, world_size: int, url: str, root: str) -> list[dic
     )  # fmt: skip
     trainer = make_trainer(rank, world_size, config)
     trainer.load()
+    sync = WeightSync(trainer, [url], transport="broadcast")
     probe = TrainSample(PROMPT, [0] + [1] * (len(PROMPT) - 1))
     out = []
     for step in range(2):
         log_probs = trainer.log_probs([probe]).tolist()[1:]
         theirs, _ = _generate(url, PROMPT) if rank == 0 else ([], [])
-        out.append({"trainer": log_probs, "engine": theirs, "weights": weights(trainer)})
+        expected = sync.weight_checksums()
+        held = EngineAdmin(url, timeout=TIMEOUT_MINUTES * 60).weight_checksums() if rank == 0 else {}
+        checksums = {"trainer_checksums": expected, "engine_checksums": held}
+        out.append({"trainer": log_probs, "engine": theirs, "weights": weights(trainer), **checksums})
         if step == 0:
             trainer.train(RolloutBatch(random_samples()), 0)
-            sync = WeightSync(trainer, [url], transport="broadcast")
             sync.update()
-            sync.close()
+    sync.close()
     trainer.shutdown()
     return out
 
@@ -69,6 +75,12 @@ def test_the_engine_and_the_trainer_compute_alike_before_and_after_an_update(rou
     for each in rounds:
         assert each["engine"] == pytest.approx(each["trainer"], abs=1e-5)
     assert rounds[0]["engine"] != pytest.approx(rounds[1]["engine"], abs=1e-2)
+
+
+def test_the_engine_holds_the_trainers_weights_before_and_after_an_update(rounds: list[dict[str, Any]]) -> None:
+    for each in rounds:
+        assert each["engine_checksums"] == each["trainer_checksums"]
+    assert rounds[0]["engine_checksums"] != rounds[1]["engine_checksums"]
 
 
 def test_training_moves_every_weight_but_the_experts_bias(rounds: list[dict[str, Any]]) -> None:

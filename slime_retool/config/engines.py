@@ -138,11 +138,6 @@ def check_engines(config: Config) -> None:
         "--check-weight-update-equal reads the weights of engines that the run starts; drop it with "
         "--rollout-external-urls",
     )
-    of_qwen3 = config.qk_layernorm and config.moe_shared_expert_intermediate_size is None
-    require(
-        not config.check_weight_update_equal or config.num_experts is None or of_qwen3,
-        "--check-weight-update-equal compares Qwen3-MoE's experts, and no other mixture's; drop it",
-    )
     placed = [f"--sglang-{name.removeprefix('--')}" for name in EXPERT_PLACEMENT if name in config.sglang_server_flags]
     require(
         not config.check_weight_update_equal or not placed,

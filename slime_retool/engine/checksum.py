@@ -21,6 +21,8 @@ weight. SGLang fuses projections; `hf_weights` takes them apart again:
 
 Tensor-parallel workers put their shares together: rows of these, columns of o_proj and down_proj. Where there are more
 workers than K/V heads, neighbours hold copies of the same head. Experts come together one after the other.
+
+An engine on a CPU pads an MLP or expert whose width is not a multiple of 32; its down_proj then has another checksum.
 """
 
 from __future__ import annotations
