@@ -264,7 +264,7 @@ def test_what_a_family_does_not_have_is_refused(kind, change, message, bf16_chec
         ({"moe_router_enable_expert_bias": False}, "--moe-router-enable-expert-bias is not given"),
         ({"moe_router_topk_scaling_factor": 1.0}, r"config.json's routed_scaling_factor is 2.5"),
         ({"moe_router_topk_scaling_factor": None}, r"--moe-router-topk-scaling-factor is missing"),
-        ({"moe_shared_expert_intermediate_size": 20}, "shared expert's width is 40"),
+        ({"moe_shared_expert_intermediate_size": 20}, "shared expert's width is 64"),
         ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate is given"),
         ({"rotary_percent": 1.0}, "partial_rotary_factor is 0.5"),
         ({"moe_layer_freq": "1"}, r"pattern of layers is \[0,1,1\]"),

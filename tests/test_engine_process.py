@@ -31,6 +31,7 @@ from slime_retool.engine.checksum import REPORT_LOADER
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.engine.process import Server, ServerError, SupervisedProcess, answers, held_ports, port_was_taken
 from slime_retool.engine.server import GATHER_PREFILLS, server_environment, server_flags, server_module
+from slime_retool.engine.weight_copies import REFRESH_LOADER
 from slime_retool.errors import ConfigError, WeightUpdateError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -258,7 +259,7 @@ def test_an_engine_that_serves_adapters_is_started_for_them(tmp_path: Path):
     assert flags["--enable-lora"] == [] and flags["--max-lora-rank"] == ["8"]
     assert flags["--lora-target-modules"] == ["q_proj", "k_proj", "v_proj", "down_proj"]
     assert flags["--lora-backend"] == ["torch_native"] and flags["--max-loras-per-batch"] == ["2"]
-    assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER, ADAPTERS_LOADER]
+    assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER, REFRESH_LOADER, ADAPTERS_LOADER]
     assert server_module(config) == "slime_retool.engine.unpinned_main"  # SGLang asks for pinned memory
     on_gpu = engine_config(tmp_path, tmp_path, device="cuda", **values)
     assert server_module(on_gpu) == "sglang.launch_server" and "--lora-backend" not in server_flags(on_gpu)
@@ -273,7 +274,8 @@ def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
     assert flags["--attention-backend"] == ["torch_native"] and flags["--skip-server-warmup"] == []
     assert flags["--random-seed"] == ["9"] and flags["--weight-version"] == ["0"]
     assert flags["--max-total-tokens"] == ["16384"] and flags["--context-length"] == ["520"]
-    assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER] and "--enable-lora" not in flags
+    assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER, REFRESH_LOADER]
+    assert "--enable-lora" not in flags
     env = server_environment(config, None)
     assert env["SGLANG_USE_CPU_ENGINE"] == "1" and env["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -321,11 +323,12 @@ def test_kernels_that_keep_experts_as_they_are_loaded_are_taken_and_others_refus
 
 
 def test_weights_are_compared_only_where_experts_are_in_their_places():
-    check_engines(Config(num_experts=4, check_weight_update_equal=True))
+    model = {"num_experts": 4, "untie_embeddings_and_output_weights": True}
+    check_engines(Config(**model, check_weight_update_equal=True))
     placed = {"--enable-eplb": []}
     with pytest.raises(ConfigError, match="compares experts.*drop it, or --sglang-enable-eplb"):
-        check_engines(Config(num_experts=4, check_weight_update_equal=True, sglang_server_flags=placed))
-    check_engines(Config(num_experts=4, sglang_server_flags=placed))
+        check_engines(Config(**model, check_weight_update_equal=True, sglang_server_flags=placed))
+    check_engines(Config(**model, sglang_server_flags=placed))
 
 
 def test_the_context_is_never_longer_than_the_models_positions(tmp_path: Path):

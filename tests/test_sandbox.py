@@ -216,7 +216,7 @@ def test_the_scratch_folder_is_removed() -> None:
 
     async def use(box: Sandbox) -> Path:
         folder = Path((await box.run(code)).stdout.strip())
-        assert folder.parent.exists() and not folder.exists()
+        assert folder.parent.exists() and wait_until(lambda: not folder.exists())
         return folder.parent
 
     assert not in_box(use).exists()
