@@ -14,18 +14,24 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from slime_retool.engine.checksum import Gather
+
+T = TypeVar("T")
 
 
 def run_distributed(
@@ -107,3 +113,22 @@ def _child(
     except BaseException:
         Path(scratch, f"error{rank}.txt").write_text(traceback.format_exc())
         raise SystemExit(1) from None
+
+
+def in_threads(workers: int, run: Callable[[int, Gather], T]) -> list[T]:
+    """What `run(worker, gather)` returns in a thread for each worker, in order; `gather` is a collective of theirs."""
+    met = threading.Barrier(workers, timeout=120)
+    offered: list[Any] = [None] * workers
+
+    def start(worker: int) -> T:
+        def gather(tensor: Any) -> list[Any]:
+            offered[worker] = tensor
+            met.wait()
+            shares = list(offered)
+            met.wait()
+            return shares
+
+        return run(worker, gather)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(start, range(workers)))

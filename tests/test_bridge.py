@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,6 +167,15 @@ def test_a_tied_output_layer_is_not_sent_twice(bf16_checkpoints):
     assert to_hf("output_layer.weight", torch.zeros(128, 32), model) == []
 
 
+def assert_refused(checkpoint: Path, change: dict[str, Any], message: str) -> None:
+    """The model's flags fit config.json, and do not with this change."""
+    config = read_hf_config(checkpoint)
+    model = model_args_from_hf(config)
+    check_against_hf(model, config)
+    with pytest.raises(ValueError, match=message):
+        check_against_hf(dataclasses.replace(model, **change), config)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -194,11 +204,7 @@ def test_a_tied_output_layer_is_not_sent_twice(bf16_checkpoints):
     ],
 )
 def test_a_flag_that_differs_from_the_config_is_refused(change, message, bf16_checkpoints):
-    config = read_hf_config(bf16_checkpoints["qwen3"])
-    model = model_args_from_hf(config)
-    check_against_hf(model, config)
-    with pytest.raises(ValueError, match=message):
-        check_against_hf(dataclasses.replace(model, **change), config)
+    assert_refused(bf16_checkpoints["qwen3"], change, message)
 
 
 def test_every_flag_that_describes_the_model_is_compared(bf16_checkpoints):
@@ -271,11 +277,7 @@ def test_what_a_family_does_not_have_is_refused(kind, change, message, bf16_chec
     ],
 )
 def test_a_flag_of_the_router_that_differs_is_refused(change, message, bf16_checkpoints):
-    config = read_hf_config(bf16_checkpoints["glm4_moe"])
-    model = model_args_from_hf(config)
-    check_against_hf(model, config)
-    with pytest.raises(ValueError, match=message):
-        check_against_hf(dataclasses.replace(model, **change), config)
+    assert_refused(bf16_checkpoints["glm4_moe"], change, message)
 
 
 def test_glm_rotates_half_of_each_head_where_the_config_does_not_say(bf16_checkpoints):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from dist_utils import in_threads
 from torch import Tensor
 
-from slime_retool.engine.checksum import CHUNK, hf_weights, tensor_checksum
+from slime_retool.engine.checksum import CHUNK, Gather, hf_weights, tensor_checksum
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, PADDED = 8, 2, 4, 16, 24, 13, 16
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
@@ -70,26 +70,12 @@ def worker_model(weights: dict[str, Tensor], worker: int, workers: int) -> Any:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])  # with four, two workers each hold a copy of a K/V head
 def test_workers_shares_make_the_checkpoints_tensors(workers: int) -> None:
-    weights, results = whole(), [{} for _ in range(workers)]
-    met = threading.Barrier(workers, timeout=120)
-    offered: list[Any] = [None] * workers
+    weights = whole()
 
-    def run(worker: int) -> None:
-        def gather(tensor: Tensor) -> list[Tensor]:
-            offered[worker] = tensor
-            met.wait()
-            shares = list(offered)
-            met.wait()
-            return shares
+    def run(worker: int, gather: Gather) -> dict[str, Tensor]:
+        return dict(hf_weights(worker_model(weights, worker, workers), workers, gather))
 
-        results[worker] = dict(hf_weights(worker_model(weights, worker, workers), workers, gather))
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
+    for result in in_threads(workers, run):
         assert result.keys() == weights.keys()
         assert all(torch.equal(result[name], weights[name]) for name in weights)
 

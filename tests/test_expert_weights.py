@@ -7,7 +7,6 @@ expert-parallel workers, which need GPUs, are played by modules of the same layo
 from __future__ import annotations
 
 import json
-import threading
 import urllib.request
 import weakref
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from dist_utils import run_distributed
+from dist_utils import in_threads, run_distributed
 from sglang_utils import engine_config, make_tiny_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +24,7 @@ from trainer_utils import make_trainer, random_samples, tiny_config
 
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.bucket_loader import BUCKET_LOADER, load_weights
-from slime_retool.engine.checksum import hf_weights
+from slime_retool.engine.checksum import Gather, hf_weights
 from slime_retool.engine.expert_weights import ExpertShard, Stack
 from slime_retool.engine.server import EngineProcess
 from slime_retool.trainer.weight_sync.buckets import buckets
@@ -121,18 +120,8 @@ def test_stacks_are_loaded_into_workers_shares_which_make_the_experts_again(
     """Where a shared expert lies after them it stays as it is, and is read under its own name."""
     weights, workers = whole(), ep * tp
     parts = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
-    results: list[dict[str, Tensor]] = [{} for _ in range(workers)]
-    met = threading.Barrier(workers, timeout=120)
-    offered: list[Any] = [None] * workers
 
-    def run(worker: int) -> None:
-        def gather(tensor: Tensor) -> list[Tensor]:
-            offered[worker] = tensor
-            met.wait()
-            shares = list(offered)
-            met.wait()
-            return shares
-
+    def run(worker: int, gather: Gather) -> dict[str, Tensor]:
         layer = fused_moe(ep, worker // tp, tp, worker % tp, backend, num_fused_shared_experts=int(shared))
         if shared:
             layer.num_local_experts, layer.num_experts = layer.num_local_experts + 1, EXPERTS + 1
@@ -142,14 +131,9 @@ def test_stacks_are_loaded_into_workers_shares_which_make_the_experts_again(
         model = model_of(layer)
         load_weights(model, stacks(weights, 1, 5))
         assert not model.loaded
-        results[worker] = dict(hf_weights(model, workers, gather))
+        return dict(hf_weights(model, workers, gather))
 
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
+    for result in in_threads(workers, run):
         for part, shape in parts.items() if shared else ():
             value = result.pop(f"model.layers.0.mlp.shared_experts.{part}_proj.weight")
             assert value.shape == shape and (value == 7.0).all()

@@ -6,6 +6,7 @@ import random
 from array import array
 from typing import Any
 
+import pytest
 import torch
 
 from slime_retool.config import Config
@@ -175,3 +176,15 @@ def random_routed_experts(config: Config, tokens: int, seed: int, *, unrouted: f
             chosen = [expert for _ in range(layers) for expert in rng.sample(range(experts), top_k)]
             out.put(token, RoutedExperts(array(out.ids.typecode, chosen), layers, top_k))
     return out
+
+
+def assert_same_step(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """One step of adapters from the same `start` made the same `log_probs`, `grads`, `weights` and `metrics`."""
+    assert all(torch.equal(got["start"][key], value) for key, value in want["start"].items())
+    assert torch.allclose(got["log_probs"], want["log_probs"], atol=1e-5)
+    for kind in ("grads", "weights"):
+        assert set(got[kind]) == set(want[kind])
+        for key, value in want[kind].items():
+            assert torch.allclose(got[kind][key], value, atol=1e-5, rtol=1e-4), (kind, key)
+    for metric in ("loss", "kl_loss", "grad_norm"):
+        assert got["metrics"][f"train/{metric}"] == pytest.approx(want["metrics"][f"train/{metric}"], rel=1e-4)
