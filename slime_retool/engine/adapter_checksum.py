@@ -13,17 +13,14 @@ that SGLang hands to a loader, does not know it.
 from __future__ import annotations
 
 import gc
-import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
-from slime_retool.engine.checksum import _gather, hf_weights, tensor_checksum
+from slime_retool.engine.bucket_loader import BASE_LAYER
+from slime_retool.engine.checksum import write_report
 
 ADAPTERS_LOADER = "slime_retool.engine.adapter_checksum.report"
 """What to pass as `--custom-weight-loader` and as `load_format`."""
-BASE_LAYER = "base_layer"
-"""SGLang wraps a layer that takes adapters; this is the layer within."""
 
 
 class Unwrapped:
@@ -31,7 +28,6 @@ class Unwrapped:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.config = model.config
 
     def named_modules(self) -> Iterator[tuple[str, Any]]:
         for name, module in self._model.named_modules():
@@ -78,20 +74,4 @@ def _taken_apart(name: str, tensor: Any, layers: dict[str, Any]) -> Iterator[tup
 
 def report(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     """As `engine.checksum.report`, with the adapters under PEFT's names. Never raises."""
-    path = named_tensors[0][0]
-    answer: dict[str, Any]
-    try:
-        from sglang.srt.distributed import get_tp_group
-
-        group = get_tp_group()
-        leads = group.rank_in_group == 0
-        weights = hf_weights(Unwrapped(model), group.world_size, lambda tensor: _gather(tensor, group))
-        sums = {name: tensor_checksum(tensor) if leads else "" for name, tensor in weights}
-        if not leads:
-            return
-        answer = {"checksums": sums | {name: tensor_checksum(tensor) for name, tensor in adapter_tensors(model)}}
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    with open(path + ".part", "w") as file:
-        json.dump(answer, file)
-    os.replace(path + ".part", path)
+    write_report(named_tensors[0][0], Unwrapped(model), adapter_tensors(model))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BUCKET_LOADER = "slime_retool.engine.bucket_loader.load_bucket"
 """What to pass as `--custom-weight-loader` and as `load_format`."""
-LORA_BASE = "base_layer"
+BASE_LAYER = "base_layer"
 """SGLang wraps a layer that takes LoRA adapters; this is the layer within."""
 
 
@@ -53,7 +53,7 @@ def load_weights(model: Any, named: Iterable[tuple[str, Tensor]]) -> None:
             continue
         if stack.prefix not in shards:
             layer = model.get_submodule(stack.prefix)
-            layer = layer._modules.get(LORA_BASE, layer)
+            layer = layer._modules.get(BASE_LAYER, layer)
             shards[stack.prefix] = None if unreadable(layer) else ExpertShard.of(layer)
         shard = shards[stack.prefix]
         if shard is None or not shard.load(stack, values):

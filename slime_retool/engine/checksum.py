@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slime_retool.engine.expert_weights import ExpertShard, matrix_names
@@ -134,11 +134,16 @@ def _gather(tensor: Any, group: Any) -> list[Any]:
 
 
 def report(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
-    """Write `{"checksums": {name: hex}}` or `{"error": text}` to the file named by the (empty) first tensor's name.
+    """`write_report` to the file named by the (empty) first tensor's name."""
+    write_report(named_tensors[0][0], model)
+
+
+def write_report(path: str, model: Any, further: Iterable[tuple[str, Any]] = ()) -> None:
+    """Write `{"checksums": {name: hex}}` or `{"error": text}` to a file.
 
     Every worker is called, the first one writes. Never raises: an exception here would end the engine.
+    further: (name, tensor) of what every worker has whole, beside the model's parameters.
     """
-    path = named_tensors[0][0]
     answer: dict[str, Any]
     try:
         from sglang.srt.distributed import get_tp_group
@@ -146,9 +151,10 @@ def report(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
         group = get_tp_group()
         leads = group.rank_in_group == 0
         weights = hf_weights(model, group.world_size, lambda tensor: _gather(tensor, group))
-        answer = {"checksums": {name: tensor_checksum(tensor) if leads else "" for name, tensor in weights}}
+        sums = {name: tensor_checksum(tensor) if leads else "" for name, tensor in weights}
         if not leads:
             return
+        answer = {"checksums": sums | {name: tensor_checksum(tensor) for name, tensor in further}}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     with open(path + ".part", "w") as file:

@@ -18,6 +18,7 @@ from megatron_bridge.lora import adapter_shards
 from megatron_bridge.lora_spec import LORA_A, LORA_B
 from megatron_bridge.model_config import ModelArgs
 from megatron_bridge.names import find_parameter, global_name
+from slime_retool.trainer.gather import flatten, layer_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def whole_adapters(
         if not shards:
             continue
         if source == dist.get_rank():
-            flat = torch.cat([values.contiguous().view(-1).view(torch.uint8) for _, values in own])
+            flat = flatten([values for _, values in own])
         else:
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         dist.broadcast(flat, src=source)
@@ -78,12 +79,11 @@ def _own_shards(module: Any, model: ModelArgs) -> Iterator[tuple[Shard, Tensor]]
     """What this rank tells the others."""
     from megatron.core import parallel_state as mpu
 
-    layers = module.decoder.layers
-    layer_offset = layers[0].layer_number - 1 if len(layers) else 0  # Megatron numbers layers from 1
+    before = layer_offset(module)
     experts = (model.num_experts or 0) // mpu.get_expert_model_parallel_world_size()
     expert_offset = experts * mpu.get_expert_model_parallel_rank()
     for local_name, axis, values in adapter_shards(module):
-        name = global_name(local_name, model, layer_offset, expert_offset)
+        name = global_name(local_name, model, before, expert_offset)
         if find_parameter(f"{name.rpartition('.')[0]}.weight", model).expert is None:
             rank, copy = mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_rank(with_context_parallel=True)
         else:

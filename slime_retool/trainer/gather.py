@@ -134,7 +134,7 @@ def _shared(chunks: Iterator[list[_Whole]], stage: int, stages: dist.ProcessGrou
         dist.broadcast_object_list(header, src=source, group=stages)
         if not header[0]:
             return
-        flat = _flatten([whole.value for whole in chunk]) if sends else _room_for(header[0])
+        flat = flatten([whole.value for whole in chunk]) if sends else _room_for(header[0])
         dist.broadcast(flat, src=source, group=stages)
         yield chunk if sends else _opened(header[0], flat)
 
@@ -145,7 +145,7 @@ def _sent(chunks: Iterator[list[_Whole]], stage: int, stages: dist.ProcessGroup)
     if dist.get_rank() == source:
         for chunk in chunks:
             dist.send_object_list([_header(chunk)], dst=first, group=stages)
-            dist.send(_flatten([whole.value for whole in chunk]), dst=first, group=stages)
+            dist.send(flatten([whole.value for whole in chunk]), dst=first, group=stages)
         dist.send_object_list([[]], dst=first, group=stages)
         return
     while True:
@@ -205,7 +205,7 @@ def _stage_chunks(module: Any, model: ModelArgs, everywhere: bool, chunk_bytes: 
         ]
         return torch.stack(values) if part.is_stack else values[0]
 
-    for chunk in _in_chunks(_parts(parameters, model, chunk_bytes, _offset(module)), chunk_bytes):
+    for chunk in _in_chunks(_parts(parameters, model, chunk_bytes, layer_offset(module)), chunk_bytes):
         whole = []
         if dense:
             own = [part for part in chunk if not part.is_stack]
@@ -216,7 +216,7 @@ def _stage_chunks(module: Any, model: ModelArgs, everywhere: bool, chunk_bytes: 
         yield whole
 
 
-def _offset(module: Any) -> int:
+def layer_offset(module: Any) -> int:
     """Number of layers before this pipeline stage."""
     layers = module.decoder.layers
     return layers[0].layer_number - 1 if len(layers) else 0  # Megatron numbers layers from 1
@@ -299,7 +299,7 @@ def _gather(values: Sequence[Tensor], group: dist.ProcessGroup, everywhere: bool
     """
     if group.size() == 1 or not values:
         return [[value] for value in values]
-    flat = _flatten(values)
+    flat = flatten(values)
     first = dist.get_global_rank(group, 0)
     receives = everywhere or dist.get_rank() == first
     gathered = flat.new_empty(group.size() * len(flat)) if receives else None
@@ -314,7 +314,7 @@ def _gather(values: Sequence[Tensor], group: dist.ProcessGroup, everywhere: bool
     return [[parts[i].view(value.dtype).view(value.shape) for parts in per_rank] for i, value in enumerate(values)]
 
 
-def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """All tensors' bytes, one after the other [sum of nbytes]."""
     if not tensors:
         return torch.empty(0, dtype=torch.uint8)

@@ -28,6 +28,7 @@ from slime_retool.engine.admin import ADAPTER, EngineAdmin, every_engine
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.adapter_gather import in_pairs, whole_adapters
 from slime_retool.trainer.core import Trainer
+from slime_retool.trainer.gather import flatten
 from slime_retool.trainer.weight_sync.buckets import Bucket
 from slime_retool.trainer.weight_sync.ipc import Handle, payload
 from slime_retool.trainer.weight_sync.transport import FLATTENED, Peers, Transport, together
@@ -111,7 +112,7 @@ def peft_tensors(trainer: Trainer) -> dict[str, Tensor]:
 def flat_adapters(trainer: Trainer) -> Bucket:
     """All adapters under PEFT's names in one tensor on every rank's device. Collective."""
     tensors = peft_tensors(trainer)
-    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
+    flat = flatten(list(tensors.values()))
     (dtype,) = {tensor.dtype for tensor in tensors.values()}
     return Bucket(0, flat, dtype, list(tensors), [tuple(tensor.shape) for tensor in tensors.values()])
 
