@@ -50,7 +50,7 @@ REPLAY = "--use-rollout-routing-replay"
 SEED = 2000
 ENGINE_FLAGS = (
     "--colocate --sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-cuda-graph-max-bs 128 "
-    "--sglang-mem-fraction-static 0.6"
+    "--sglang-cuda-graph-backend-prefill disabled --sglang-mem-fraction-static 0.6"
 )
 """Of the runs with an engine on the trainer's GPU, which take turns."""
 SYNC_FLAGS = ("--update-weight-buffer-size", str(2 * 2**30))

@@ -76,6 +76,9 @@ CASES = {
         Case("4b_tp2_pp2", "qwen3-4B", tp=2, pp=2, micro_batches=6, flags=SP),
         Case("4b_tp2_dp2", "qwen3-4B", tp=2, dp=2, micro_batches=3, flags=SP),
         Case("4b_pp2_dp2_full", "qwen3-4B", pp=2, dp=2, recompute="full", micro_batches=4),
+        Case("30b_a3b", "qwen3-30B-A3B:8", micro_batches=4),
+        Case("30b_a3b_full", "qwen3-30B-A3B:8", recompute="full", micro_batches=4),
+        Case("235b_a22b", "qwen3-235B-A22B:2", micro_batches=4),
     )
 }
 

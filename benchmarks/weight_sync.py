@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "quickstart")]
 
 GPU_FLAGS = """--sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-cuda-graph-max-bs 16
---sglang-mem-fraction-static 0.6""".split()
+--sglang-cuda-graph-backend-prefill disabled --sglang-mem-fraction-static 0.6""".split()
 CYCLE = ("release", "reload", "drop_state", "resume_weights", "offload", "resume_cache")
 
 
