@@ -33,11 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_bridge.grouped_experts import GROUPED_ALIGNMENT, group_ends
 from megatron_bridge.lora_spec import EXPERT_TARGETS, LORA_A, LORA_B, TARGET_MODULES, LoraSpec, expert_module
-from megatron_bridge.model import send
-
-GROUPED_ALIGNMENT = 16
-"""Bytes that rows of torch's grouped product must be a multiple of."""
 
 
 class LoraLinear(torch.nn.Module):
@@ -197,8 +194,7 @@ def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Sequence[int])
     """Every expert's matrix on its own rows: [T, in], [experts, out, in], tokens of each -> [T, out]."""
     widths = weights.shape[1:]
     if all(width * x.element_size() % GROUPED_ALIGNMENT == 0 for width in widths):
-        ends = send(torch.tensor(tokens_per_expert, dtype=torch.int32).cumsum(0, dtype=torch.int32), x.device)
-        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=group_ends(tokens_per_expert, x.device))
     parts = x.split(list(tokens_per_expert))
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
 

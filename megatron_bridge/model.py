@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_bridge.cpu_compat import install_cpu_compat
+from megatron_bridge.host import send
 from megatron_bridge.layer_spec import resolve_attention_backend, resolve_transformer_impl
 from megatron_bridge.model_config import ModelArgs, head_dim, moe_layers, padded_vocab_size, required
 from megatron_bridge.names import EXPERT_BIAS
@@ -84,6 +85,8 @@ def build_gpt_model(
     )
     _set_rotary(gpt, model, config)
     _set_activation(gpt)
+    if impl == "transformer_engine":
+        _join_experts(gpt)
     if attention == "flash":
         for layer in gpt.decoder.layers:
             layer.self_attention.core_attention.with_flash_attn_4 = True
@@ -145,6 +148,19 @@ def _set_activation(gpt: Any) -> None:
             mlp.activation_func = swiglu
 
 
+def _join_experts(gpt: Any) -> None:
+    """All experts of a layer in one product, where the GPU has a kernel for that."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_bridge.grouped_experts import takes_one_product, use_one_product
+
+    for layer in gpt.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2):
+                if takes_one_product(linear.weight0):
+                    use_one_product(linear)
+
+
 def _fuse_gradient_accumulation(gpt: Any) -> None:
     """Set it on the built layers: in the config it would make Megatron's output layer ask for apex."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -193,17 +209,6 @@ def _mask_padded_vocabulary(gpt: Any, model: ModelArgs, tp: int) -> None:
         return F.pad(logits[..., :valid], (0, width - valid), value=PADDED_LOGIT), bias
 
     gpt.output_layer.register_forward_hook(mask)
-
-
-def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A CPU tensor on `device`, without waiting for what runs there.
-
-    A copy from pageable memory would first wait for everything queued before it, and the GPU would then wait for the
-    host at every micro-batch.
-    """
-    if torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def packed_seq_params(

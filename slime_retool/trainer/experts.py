@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_bridge.model import send
+from megatron_bridge.host import send
 from megatron_bridge.model_config import ModelArgs, moe_layers, required
 from megatron_bridge.routing_replay import unrouted_mark
 from slime_retool.trainer.batch import TrainBatch

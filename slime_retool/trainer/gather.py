@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_bridge.grouped_experts import stacked
 from megatron_bridge.layout import merge_tp, to_hf
 from megatron_bridge.lora import adapted_layers
 from megatron_bridge.lora_spec import is_adapter
@@ -203,7 +204,7 @@ def _stage_chunks(module: Any, model: ModelArgs, everywhere: bool, chunk_bytes: 
         values = [
             adapted[name].merged_weight() if name in adapted else parameters[name].detach() for name in part.local_names
         ]
-        return torch.stack(values) if part.is_stack else values[0]
+        return stacked(values) if part.is_stack else values[0]
 
     for chunk in _in_chunks(_parts(parameters, model, chunk_bytes, layer_offset(module)), chunk_bytes):
         whole = []
@@ -236,14 +237,20 @@ def _parts(parameters: dict[str, Tensor], model: ModelArgs, chunk_bytes: int, of
             layer, rest = split_name(name)
             groups.setdefault((layer, split_expert(rest)[1]), []).append((name, local_name))
     for group in groups.values():
+        group.sort(key=lambda names: _expert(names[0]) or 0)  # modules register experts in any order
         name, value = group[0][0], parameters[group[0][1]]
-        is_stack = split_expert(split_name(name)[1])[0] is not None
+        is_stack = _expert(name) is not None
         shards = etp * ep if is_stack else 1 if find_parameter(name, model).tp_axis is None else tp
         step = max(1, chunk_bytes // (value.nbytes * shards))
         for begin in range(0, len(group), step):
             run = group[begin : begin + step]
             local_names = tuple(local_name for _, local_name in run)
             yield _Part(run[0][0], local_names, is_stack, value.dtype, len(run) * value.nbytes * shards)
+
+
+def _expert(name: str) -> int | None:
+    """The number of the expert whose parameter it is."""
+    return split_expert(split_name(name)[1])[0]
 
 
 def _in_chunks(parts: Iterator[_Part], chunk_bytes: int) -> Iterator[list[_Part]]:

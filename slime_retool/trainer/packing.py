@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_bridge.model import send
+from megatron_bridge.host import send
 from megatron_bridge.zigzag import padded_length, zigzag_rows
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.experts import ExpertsPart
