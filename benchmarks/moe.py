@@ -211,7 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="qwen3-30B-A3B:8", help="a mixture of experts (NAME:LAYERS)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--max-tokens-per-gpu", type=int, default=16384)
-    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each kind, of replay")
     parser.add_argument("--rounds", type=int, default=4, help="timed updates")
     parser.add_argument("--lora-flags", default=LORA_FLAGS, help="in one string")

@@ -22,10 +22,12 @@ def _config(layers: int, **fields: Any) -> Config:
 
 
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+MIXTURE = dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32, untie_embeddings_and_output_weights=True)
 TP2 = dict(actor_num_gpus_per_node=2, tensor_model_parallel_size=2)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "one rank, recomputing": RECOMPUTE,
+    "one rank, experts": MIXTURE,
     "TP2": TP2,
     "TP2 with sequence parallelism": {**TP2, "sequence_parallel": True},
 }
@@ -82,14 +84,22 @@ def test_a_layer_keeps_what_the_plan_counts(name, kept):
 
     norms: the normalised input before the weight (2 h; q + k for those of the heads) and one number per row;
     attention: its output in its own order (q); SwiGLU: silu(gate) (f).
-    The values (k) are no tensor of their own, but a part of the projection.
+    The values (k) are no tensor of their own, but a part of the projection. Experts, of width e for n of E: silu(gate),
+    the gated product and its inner part before it is weighted (3 n e), and what the router keeps of each token.
     """
     config = _config(1, **LAYOUTS[name])
     tp, w = config.tensor_model_parallel_size, widths(config)
     split = 4 * w.hidden / layer_input_bytes(config)  # how often the residual is divided
-    unfused = 2 * w.hidden / split + (w.queries + w.keys + w.queries + w.ffn - w.keys) / tp
+    inner, router = w.ffn, 0
+    if config.num_experts is not None:
+        n = MIXTURE["moe_router_topk"]
+        inner = 3 * n * MIXTURE["moe_ffn_hidden_size"]
+        # Of each choice its number and its place (int64) and its weight, twice (fp32); of each expert whether, and its
+        # weight again.
+        router = n * (8 + 8 + 4 + 4) + config.num_experts * (1 + 4)
+    unfused = 2 * w.hidden / split + (w.queries + w.keys + w.queries + inner - w.keys) / tp
     rows = 2 / split + (w.heads + w.keys / 16) / tp
-    assert kept[name] == layer_bytes(config) + 4 * (unfused + rows)
+    assert kept[name] == layer_bytes(config) + 4 * (unfused + rows) + router
 
 
 def test_full_recomputation_keeps_the_input_of_each_layer_alone(kept):

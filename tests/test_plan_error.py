@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
-from benchmarks import plan_error  # noqa: E402
+from benchmarks import moe, plan_error  # noqa: E402
 from benchmarks.train_step import Case, make_samples  # noqa: E402
 from megatron_bridge.arithmetic import GIB  # noqa: E402
 from megatron_bridge.arithmetic.cards import CARDS  # noqa: E402
@@ -72,6 +72,22 @@ TWO_H200 = {
 FOUR_H200 = {"4b_tp2_pp2": (48.8, 1.720), "4b_tp2_dp2": (54.3, 1.410)}
 """And of four."""
 SEVERAL_H200 = TWO_H200 | FOUR_H200
+
+
+MIXTURES = {
+    "30b_a3b": (replace(plan_error.CASES["30b_a3b"], micro_batches=8), 109.6, 1.964),
+    "30b_a3b, LoRA": (replace(plan_error.CASES["30b_a3b"], flags=tuple(moe.LORA_FLAGS.split())), 26.0, 0.731),
+    "235b_a22b": (plan_error.CASES["235b_a22b"], 115.0, 1.017),
+}
+"""Eight layers of 30B-A3B, and two of 235B-A22B, on one H200."""
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_plan_is_near_what_a_mixture_took(name):
+    case, gib, seconds = MIXTURES[name]
+    predicted_gib, predicted_seconds = plan_error.predict(case, CARDS["h200"])
+    assert predicted_seconds == pytest.approx(seconds, rel=0.12)
+    assert 0.99 * gib < predicted_gib < 1.03 * gib
 
 
 @pytest.mark.parametrize("name", SEVERAL_H200)

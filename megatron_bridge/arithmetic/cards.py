@@ -58,7 +58,8 @@ GEMM_SHARE = 0.68
 the 4B shapes on an H200, less within a step, where the card draws its full power; chosen on the 4B row of
 docs/performance.md and checked on the others."""
 EXPERT_GEMM_SHARE = 0.5
-"""The same of grouped products over many experts. An assumption: not measured here."""
+"""The same of grouped products over many experts: alone on an H200 0.71 where all get as many tokens, 0.52 where they
+get from none to twice as many. Chosen on the mixtures of docs/performance.md, routing and launches with it."""
 ATTENTION_SHARES = {"flash_attn_4": (0.57, 0.39), "transformer_engine": (0.49, 0.30), "local": (0.28, 0.19)}
 """Share of the peak in causal attention over packed sequences, forward and backward, counting half of the square and
 for the backward twice the forward: flash-attn-4, cuDNN (Transformer Engine) and torch's varlen_attn, about the mean

@@ -11,7 +11,6 @@ https://arxiv.org/abs/2205.05198, for gated MLPs and fused attention):
     MLP         3 f            both parts of fc1's output, and their gated product
     experts     n (h + 3 e)    instead: what reaches the experts, and the same of each; with etp > 1 n (etp h + 3 e)
                 3 s            and the shared expert's, of width s: split by TP
-                2 h            and the norm is a module of its own, whose output the router and the dispatcher keep
     softmax     heads          log-sums, fp32
 
 Layers without Transformer Engine keep the same: norms save their input, and both kinds share `megatron_bridge.fused`.
@@ -22,7 +21,7 @@ Expert-parallel ranks get tokens as the router likes (nothing balances it): the 
 
 from __future__ import annotations
 
-from megatron_bridge.arithmetic.parameters import widths
+from megatron_bridge.arithmetic.parameters import expert_parameters, widths
 from megatron_bridge.model_config import ModelArgs, moe_layers, required
 from slime_retool.config import Config
 
@@ -61,9 +60,7 @@ def layer_bytes(config: Config) -> float:
     w, tp = widths(config), config.tensor_model_parallel_size
     attention = 2 * (w.queries + 2 * w.keys) + w.queries
     width = element_bytes(config)
-    mlp = mean_over_layers(
-        config, width * 3 * w.ffn / tp, width * _expert_width(config) + 2 * layer_input_bytes(config)
-    )
+    mlp = mean_over_layers(config, width * 3 * w.ffn / tp, width * _expert_width(config))
     return 4 * layer_input_bytes(config) + width * attention / tp + FP32 * w.heads / tp + mlp
 
 
@@ -72,6 +69,15 @@ def layer_backward_bytes(config: Config) -> float:
     w, width = widths(config), element_bytes(config)
     inner = mean_over_layers(config, 3 * w.ffn / config.tensor_model_parallel_size, _expert_width(config))
     return width * inner + 2 * width * w.hidden
+
+
+def expert_gradient_bytes(config: Config) -> float:
+    """Weight gradients of a layer's experts on a rank, which `megatron_bridge.grouped_experts` makes in bf16 before it
+    adds them to their sums; 0 where they are frozen."""
+    if config.num_experts is None or config.lora is not None:
+        return 0.0
+    ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    return BF16 * config.num_experts / ranks * expert_parameters(config)
 
 
 def _expert_width(config: Config) -> float:

@@ -31,6 +31,7 @@ from slime_retool.commands.plan.activations import (
     BF16,
     FP32,
     element_bytes,
+    expert_gradient_bytes,
     layer_backward_bytes,
     layer_input_bytes,
     sequence_split,
@@ -141,7 +142,8 @@ def stage_memory(models: list[Role], workload: Workload, stage: int) -> TrainerM
     kept, remade = stage_activation_bytes(config, layers)
     # The embedding's (or the former stage's) output, and after the last layer the final norm's input and output.
     ends = layer_input_bytes(config) * (1 + 2 * (stage == pp - 1))
-    backward = tokens * (remade + layer_backward_bytes(config))
+    # Experts' weight gradients come one matrix product at a time; fc1's are two thirds of them.
+    backward = tokens * (remade + layer_backward_bytes(config)) + expert_gradient_bytes(config) * 2 / 3
     has_logits = models[0].has_logits and stage == pp - 1
     logits = _log_prob_bytes(config, tokens, workload.learned) if has_logits else 0.0
     first, *others = [_state_bytes(model, stage, layers) for model in models]

@@ -14,6 +14,7 @@ A training step is the sum of parts that do not overlap; per token, layer and ra
                 gathered again), 4 without
     CP          keys and values of all other ranks in forward; in backward those and their gradients
     EP          each token to its experts and back, in forward and in backward
+    experts     their weight gradients, once for a micro-batch: written and added to the fp32 sums
     PP          1F1B: one micro-batch through all stages, then the slowest stage for each other micro-batch
                 (https://arxiv.org/abs/2104.04473, section 2.2: a bubble of (p - 1) / m where stages are equal)
 
@@ -29,7 +30,14 @@ from megatron_bridge.arithmetic import cards
 from megatron_bridge.arithmetic.cards import BANDWIDTH_SHARE, GEMM_SHARE, Card
 from megatron_bridge.arithmetic.parameters import adapter_parameters, all_adapter_parameters, widths
 from megatron_bridge.model_config import moe_layers, padded_vocab_size, required
-from slime_retool.commands.plan.activations import BF16, FP32, expert_imbalance, mean_over_layers, sequence_split
+from slime_retool.commands.plan.activations import (
+    BF16,
+    FP32,
+    expert_gradient_bytes,
+    expert_imbalance,
+    mean_over_layers,
+    sequence_split,
+)
 from slime_retool.commands.plan.memory import (
     expert_replicas,
     held_parameters,
@@ -89,6 +97,7 @@ def stage_passes(config: Config, card: Card, workload: Workload, count: int, *, 
         if config.recompute_method == "block":
             share = min(1.0, (config.recompute_num_layers or 1) * pp / required(config, "num_layers"))
         layer.backward += share * layer.forward
+    layer.backward += _expert_gradients(config, card)
     stages = [layer.times(layers) for layers in layers_of_stages(config)]
     if logits:
         stages[-1] += output_pass(config, card, tokens * workload.learned)
@@ -150,6 +159,12 @@ def _experts(config: Config, card: Card, *, frozen: bool) -> Pass:
     permuted = 4 * BF16 * routed * h / tp / (card.bandwidth * BANDWIDTH_SHARE)
     sent = 2 * BF16 * routed * h / tp * (ranks - 1) / ranks / _link(config, card, ranks)
     return products + Pass(permuted + sent, permuted + sent)
+
+
+def _expert_gradients(config: Config, card: Card) -> float:
+    """Seconds of a micro-batch in a mean layer to write the experts' weight gradients and add them to their sums."""
+    moved = expert_gradient_bytes(config) / BF16 * (2 * BF16 + 2 * FP32)
+    return mean_over_layers(config, 0.0, moved / (card.bandwidth * BANDWIDTH_SHARE))
 
 
 def _adapters(config: Config, card: Card) -> Pass:
