@@ -17,8 +17,8 @@ def _equations(match: re.Match[str]) -> str:
 
 
 _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    # Markdown
-    (r"^\s*\*\*(?!\*)(.*[^*])\*\*\s*$", r"\1"),
+    # Markdown, and a string as it is shown
+    (r"^\s*(\*\*|\*|__|_|`)(?![*_`])(.*[^*_`])\1\s*$", r"\2"), (r"^\s*(['\"])([^'\"]*)\1\s*$", r"\2"),
     # numbers
     (rf"{_NO_NAME}(?:c?math|numpy|np|sympy|sp)\.(?=[a-z])", ""), (r"(?<=\d)_(\d{3})(?!\d)", r"\1"),
     (rf"{_NO_NAME}(?:float\d*|int\d*|Float|Integer|mpf|Decimal)\('?([^()']*)'?\)", r"\1"),
@@ -32,7 +32,7 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     # what holds several
     (rf"^\s*\[?\{{({_SOLUTION}(?:,{_SOLUTION})*)\}}\]?\s*$", _equations),
     (rf"^\s*Eq\({_ARGUMENT},(.*)\)\s*$", r"\1 = \2"), (r"^\s*(?:Matrix|array|FiniteSet)\((.*)\)\s*$", r"\1"),
-    (r"^\s*EmptySet\s*$", r"\\emptyset"), (r"^\s*Reals\s*$", r"\\mathbb{R}"),
+    (r"^\s*(?:EmptySet|set\(\))\s*$", r"\\emptyset"), (r"^\s*Reals\s*$", r"\\mathbb{R}"),
     # signs and functions
     (r"\*\*\s*(?:\(((?:[^()]|\([^()]*\))*)\)|([+-]?\w+))", r"^{\1\2}"), (r"!=", r"\\ne "),
     (r"<=", r"\\le "), (r">=", r"\\ge "), (r"(?<=\d)(?:j|\*I)(?![A-Za-z])", "i"),
