@@ -238,6 +238,14 @@ def test_the_default_reward_follows_rm_type() -> None:
         asyncio.run(default_reward(Config(), Sample(prompt="")))
 
 
+def test_a_box_in_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer() -> None:
+    sample = Sample(prompt="", label="34", response="So " + boxed("34"), begins_in_thought=True)
+    config = Config(rm_type="math_verify")
+    assert asyncio.run(default_reward(config, sample))["acc"] is False and format_score(sample.scored_text) == 0.0
+    sample.response += "</think>\n" + boxed("34")
+    assert asyncio.run(default_reward(config, sample))["acc"] is True
+
+
 @pytest.mark.parametrize(
     ("response", "score"),
     [
