@@ -353,3 +353,11 @@ def test_the_run_that_the_mistakes_are_made_in_would_start(world: Path, without_
     assert cli.main(command_line(Case(flags_of(dry_run=""), ""), world, 0)) == 0, capsys.readouterr().err
     with pytest.raises(ImportError, match="cluster"):
         cli.main(command_line(Case({}, ""), world, 0))
+
+
+def test_a_dry_run_of_an_evaluation_starts_nothing_and_prints_its_flags(world: Path, without_ray, capsys):
+    words = "eval --dry-run --device cpu --hf-checkpoint {}/hf --eval-prompt-data a {}/rows.jsonl --output-dir {}/out"
+    assert cli.main(command_line(Case(words, ""), world, 0)) == 0
+    assert capsys.readouterr().out.startswith("slime-retool eval ") and not (world / "out" / "eval").exists()
+    with pytest.raises(ImportError):
+        cli.main(command_line(Case(words.replace(" --dry-run", ""), ""), world, 0))
