@@ -72,7 +72,8 @@ def same_value(a: Any, b: Any) -> bool:
     if a.is_rational and b.is_rational:
         return bool((a - b).doit() == 0)
     if (a - b).free_symbols:
-        return bool(sympy.simplify(a - b) == 0)
+        decimals = {each: sympy.Rational(str(each)) for each in (a - b).atoms(sympy.Float)}  # x^0.5 as the root of x
+        return bool(sympy.simplify((a - b).subs(decimals)) == 0)
     difference = sympy.N(a - b, 30)
     return bool(a == b or (difference.is_finite and abs(difference) <= CLOSE * abs(sympy.N(a, 30))))
 
