@@ -3,8 +3,8 @@
     python benchmarks/score_answers.py math500.jsonl gsm8k_test.jsonl
 
 The ground truth of each row, put into a box, must score right by `--rm-type math_verify`, and so must the same answer
-written in another way; what is next to it (another digit, sign, bracket or letter) must score wrong. Prints one line
-of counts for each file, and what fails on stderr; exit code 1 when anything does.
+written in another way; what is next to it (another digit, sign or letter, its case, a prime) must score wrong. Prints
+one line of counts for each file, and what fails on stderr; exit code 1 when anything does.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ def neighbours(answer: str) -> Iterator[str]:
         yield answer + digit if answer[-1].isdigit() else f"{digit.replace('0', '1')}{answer}"
     elif match := re.search(r"(?<![A-Za-z\\])[A-Za-z]", answer):
         yield answer[: match.start()] + ("q" if match[0] != "q" else "w") + answer[match.end() :]
+    if match := re.search(r"(?<![A-Za-z\\])[A-Za-df-hj-z](?![A-Za-z])", answer):  # e and i are numbers
+        yield answer[: match.start()] + match[0].swapcase() + answer[match.end() :]
+        yield f"{answer[: match.end()]}'{answer[match.end() :]}"
     if re.fullmatch(r"-?[\d.,]*[1-9][\d.,]*|-?\\frac\{\d+\}\{\d+\}", answer):
         yield answer[1:] if answer.startswith("-") else f"-{answer}"
 

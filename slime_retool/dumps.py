@@ -19,6 +19,11 @@ DAMAGED = (EOFError, zlib.error)
 """What reading a damaged compressed file raises beside OSError."""
 
 
+def json_value(value: Any) -> Any:
+    """What json.dumps writes of a value that JSON has no form for: NumPy's and torch's as numbers, else its `repr`."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "dtype") else repr(value)
+
+
 def dump_path(folder: Path, kind: str, rollout_id: int, *, compressed: bool = False) -> Path:
     """Where the file of this kind is to be written."""
     return folder / f"{kind}_{rollout_id:06d}.jsonl{COMPRESSED if compressed else ''}"

@@ -57,6 +57,7 @@ NO_VERSION = -1
 """Weight version of a token that no engine wrote, or that a hook appended without one."""
 
 
+OPEN_THOUGHT = "<think>"
 STALENESS = "staleness"
 """Column of a train sample: updates between the weights that wrote a token and those it trains (--max-staleness)."""
 
@@ -198,6 +199,8 @@ class Sample:
     response_length: int = 0  # R
     response: str = ""
     """Text of the response, observations included: for reading and scoring, never re-encoded."""
+    begins_in_thought: bool = False
+    """Whether the prompt ends with an open `<think>`, as some chat templates do: the response goes on with it."""
     loss_mask: list[int] = field(default_factory=list)  # [R] 1 = written by the model
     rollout_log_probs: list[float] = field(default_factory=list)  # [R] 0.0 where loss_mask is 0
     weight_versions: list[int] = field(default_factory=list)
@@ -269,6 +272,11 @@ class Sample:
                 f"sample {self.index}: routed experts need one entry per token, got {len(self.routed_experts)} of "
                 f"{len(self.tokens)} tokens"
             )
+
+    @property
+    def scored_text(self) -> str:
+        """The response, with the `<think>` in front that the prompt opened: for scoring."""
+        return f"{OPEN_THOUGHT}{self.response}" if self.begins_in_thought else self.response
 
     def reward_value(self, key: str | None = None) -> float:
         """The scalar reward: the number itself, or entry `key` (default "score") of a dict."""

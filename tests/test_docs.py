@@ -277,6 +277,16 @@ def test_no_block_is_left_out() -> None:
         assert Path(page).name in (ROOT / "tests" / test).read_text(encoding="utf-8")
 
 
+def test_the_readme_activates_the_environment_that_make_makes_before_any_command() -> None:
+    """In a plain shell after `make quickstart` there is no slime-retool yet."""
+    lines = "".join(blocks_of(ROOT / "README.md", "bash")).splitlines()
+    places = [number for number, line in enumerate(lines) if re.match(r"slime-retool|python |bash ", line)]
+    (activated,) = (number for number, line in enumerate(lines) if line.startswith("source "))
+    assert lines.index(next(line for line in lines if line.startswith("make quickstart"))) < activated < min(places)
+    made = subprocess.run(["make", "help", "TAG=3.11"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"only the environment in {lines[activated].split()[1].removesuffix('/bin/activate')}\n" in made
+
+
 def test_the_task_of_the_readme_loads_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = (block for block in blocks_of(ROOT / "README.md", "python") if "my_task.py" in block)
     (tmp_path / "my_task.py").write_text(block, encoding="utf-8")

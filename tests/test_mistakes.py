@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang_utils import make_tiny_checkpoint
 from test_bad_rows import RECIPE, RECIPE_HOOKS
 from test_config import HF_CONFIG
 from test_data_rendering import TEMPLATE, byte_tokenizer
@@ -181,6 +182,9 @@ CHECKPOINTS = {
     "conversion of an incomplete model": Case(
         "convert to-megatron --hf-checkpoint {}/weights --save {}/new", "has no tensor model.embed_tokens.weight"
     ),
+    "conversion into a folder of one's own": Case(
+        "convert to-megatron --hf-checkpoint {}/whole --save {}/thesis --force", "holds no checkpoint (but thesis.tex)"
+    ),
     "conversion back of nothing": Case(
         "convert to-hf --input-dir {}/empty --output-dir {}/new --origin-hf-dir {}/empty", "{}/empty"
     ),
@@ -287,6 +291,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     (root / "lora" / "adapter_config.json").write_text("{}")
     (root / "thesis" / "thesis.tex").touch()
+    make_tiny_checkpoint(root / "whole")
     for folder, text in {"ref": "release", "used": "3", "odd": "seven"}.items():
         (root / folder / LATEST_FILE).write_text(text)
     for name, text in ROWS.items():
@@ -348,3 +353,11 @@ def test_the_run_that_the_mistakes_are_made_in_would_start(world: Path, without_
     assert cli.main(command_line(Case(flags_of(dry_run=""), ""), world, 0)) == 0, capsys.readouterr().err
     with pytest.raises(ImportError, match="cluster"):
         cli.main(command_line(Case({}, ""), world, 0))
+
+
+def test_a_dry_run_of_an_evaluation_starts_nothing_and_prints_its_flags(world: Path, without_ray, capsys):
+    words = "eval --dry-run --device cpu --hf-checkpoint {}/hf --eval-prompt-data a {}/rows.jsonl --output-dir {}/out"
+    assert cli.main(command_line(Case(words, ""), world, 0)) == 0
+    assert capsys.readouterr().out.startswith("slime-retool eval ") and not (world / "out" / "eval").exists()
+    with pytest.raises(ImportError):
+        cli.main(command_line(Case(words.replace(" --dry-run", ""), ""), world, 0))

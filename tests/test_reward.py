@@ -39,10 +39,21 @@ def labelled(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").split("\n") if line]
 
 
+PAIRS = labelled("score_pairs.jsonl")
+
+
+def test_there_are_hundreds_of_pairs_labelled_by_hand_and_nearly_half_of_them_are_wrong() -> None:
+    assert len(PAIRS) >= 1000 and f"all {len(PAIRS):,} pairs" in (DATA.parents[1] / "docs" / "data.md").read_text()
+    assert 0.4 < sum(not pair["correct"] for pair in PAIRS) / len(PAIRS) < 0.6
+    kinds = {"tiny", "unit", "name", "case", "prime", "magnitude", "ellipsis", "python", "thought", "inequality"}
+    assert kinds <= {pair["kind"] for pair in PAIRS if pair["correct"]} & {p["kind"] for p in PAIRS if not p["correct"]}
+
+
 @pytest.mark.timeout(180)
-def test_math_verify_agrees_with_labels_made_by_hand() -> None:
-    pairs = labelled("score_pairs.jsonl")
-    assert len(pairs) >= 300 and {True, False} == {pair["correct"] for pair in pairs}
+@pytest.mark.parametrize("kind", sorted({pair["kind"] for pair in PAIRS}))
+def test_math_verify_agrees_with_labels_made_by_hand(kind: str) -> None:
+    """Values however small, units, names and their case, Python's spelling, ...: see the `kind` of each line."""
+    pairs = [pair for pair in PAIRS if pair["kind"] == kind]
     judged = [compute_score(pair["response"], pair["ground_truth"], "math_verify")["acc"] for pair in pairs]
     assert [p for p, correct in zip(pairs, judged, strict=True) if p["correct"] != correct] == []
 
@@ -226,6 +237,14 @@ def test_the_default_reward_follows_rm_type() -> None:
     assert asyncio.run(default_reward(Config(rm_type="math_verify"), sample))["score"] == 1.0
     with pytest.raises(ConfigError, match="--label-key"):
         asyncio.run(default_reward(Config(), Sample(prompt="")))
+
+
+def test_a_box_in_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer() -> None:
+    sample = Sample(prompt="", label="34", response="So " + boxed("34"), begins_in_thought=True)
+    config = Config(rm_type="math_verify")
+    assert asyncio.run(default_reward(config, sample))["acc"] is False and format_score(sample.scored_text) == 0.0
+    sample.response += "</think>\n" + boxed("34")
+    assert asyncio.run(default_reward(config, sample))["acc"] is True
 
 
 @pytest.mark.parametrize(

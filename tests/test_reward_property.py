@@ -30,6 +30,7 @@ def tex(value: Fraction) -> str:
     return f"{'-' if value < 0 else ''}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
 
 
+letters = st.lists(st.sampled_from("abcknprtuvwxyz"), min_size=2, max_size=3, unique=True)
 rationals = st.fractions(-(10**6), 10**6, max_denominator=997)
 flipped = {"<": ">", "\\le": "\\ge", ">": "<", "\\ge": "\\le"}
 python = {"<": "<", "\\le": "<=", ">": ">", "\\ge": ">="}
@@ -140,4 +141,17 @@ def test_half_lines(bound: Fraction, sign: str) -> None:
         f"x {sign} {tex(bound)}",
         [truth, f"{bound} {flipped[sign]} x", f"{tex(bound)} {flipped[sign]} x", f"x {python[sign]} {bound}"],
         [wrong, f"{tex(bound)} {sign} x", f"x {other} {tex(bound)}", f"{bound + 1} {flipped[sign]} x"],
+    )
+
+
+@pytest.mark.timeout(300)
+@runs(letters, st.integers(2, 9), st.sampled_from(["upper", "prime", "magnitude", "transpose"]))
+def test_letters_that_look_alike_are_not_one(names: list[str], factor: int, way: str) -> None:
+    one, *others = names
+    other = {"upper": one.upper(), "prime": f"{one}'", "magnitude": f"|{one}|", "transpose": f"{one}^T"}[way]
+    rest = "".join(f"+{name}" for name in others)
+    check(
+        f"{factor}{one}{rest}-{other}",
+        [f"{factor}{one}-{other}{rest}", f"-{other}{rest}+{factor}{one}"],
+        [f"{factor - 1}{one}{rest}", f"{factor}{other}{rest}-{one}", f"{factor}{one}{rest}-{others[0]}"],
     )

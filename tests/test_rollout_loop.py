@@ -337,6 +337,15 @@ async def test_the_turn_is_bounded_by_response_and_context(tmp_path):
     assert sorted({session for _, _, session in context.engine.requests}) == [str(i) for i in range(8)]
 
 
+@pytest.mark.parametrize(("prompt", "opened"), [("q<think>\n", True), ("<think>q", False)])
+async def test_a_sample_knows_whether_its_prompt_opened_a_thought(prompt: str, opened: bool, tmp_path):
+    config = make_config(tmp_path)
+    context, sample = scripted_context(config, echo), Sample(prompt=prompt)
+    async with use_context(context):
+        await generate(config, sample, training_sampling_params(config))
+    assert sample.begins_in_thought == opened
+
+
 async def test_generated_again_a_sample_starts_from_its_prompt(tmp_path):
     config = make_config(tmp_path)
     context, sample = scripted_context(config, echo), Sample(prompt="abc")

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tool_helpers import TOOLS, ScriptedEngine, call_text, encode, tokenizer
+from tool_helpers import TEMPLATE, TOOLS, ScriptedEngine, call_text, encode, tokenizer
 
 from slime_retool.errors import ConfigError, EngineError, RolloutError, ToolUnavailable
 from slime_retool.protocols import Completion
@@ -80,6 +80,17 @@ def test_ids_are_kept_as_sampled_even_when_they_are_not_canonical() -> None:
     assert model_ids(sample) == turn + turn + pieces + encode("<|im_end|>")
     for earlier, reply, later in zip(engine.requests, engine.replies, engine.requests[1:], strict=False):
         assert later[: len(earlier) + len(reply.ids)] == earlier + reply.ids
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_sample_knows_whether_its_prompt_opened_a_thought(opened: bool):
+    sample = new_sample()
+    sample.prompt = [{"role": "user", "content": "<think>"}]
+    ask = "{{ '<|im_start|>assistant\n' }}{%- endif"
+    own = tokenizer(TEMPLATE.replace(ask, ask.replace("assistant\n", "assistant\n<think>\n")) if opened else TEMPLATE)
+    loop = run_tool_loop(ScriptedEngine([ANSWER]), QwenFormat(own, TOOLS), registry(), sample, {}, BUDGETS)
+    assert asyncio.run(loop).begins_in_thought == opened
+    assert sample.scored_text == ("<think>" if opened else "") + "The answer is \\boxed{4}."
 
 
 @pytest.mark.parametrize("end", [("so far", "abort"), ("so f", "length"), ANSWER])

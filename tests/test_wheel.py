@@ -120,10 +120,12 @@ def test_an_installed_wheel_takes_a_model_from_its_checkpoint_through_sft_and_rl
         "async def longer_is_better(args, sample):\n    return sample.response_length / 10 + sample.index % 2\n"
     )
     shared = ["slime-retool", "train", "--device", "cpu", "--hf-checkpoint", "hf", "--lr", "1e-3", "--num-rollout", "2"]
-    installed(
+    said = installed(
         *shared, "--ref-load", "td", "--prompt-data", "sft.jsonl", "--input-key", "messages", "--loss-type", "sft_loss",
         "--rollout-batch-size", "4", "--output-dir", "sft", "--save", "sft/save",
     )  # fmt: skip
+    # Nothing is said of a Ray cluster's token, which nobody needs in one of the run's own.
+    assert "starting Ray" in said and "authentication" not in said
     installed(
         *shared, "--ref-load", "sft/save", "--prompt-data", "rl.jsonl", "--rollout-batch-size", "2",
         "--custom-rm-path", "my_reward.longer_is_better", "--tool-format", "retool",

@@ -15,7 +15,8 @@ from functools import partial
 from itertools import chain
 
 from slime_retool.reward.boxed import closing, split_outside
-from slime_retool.reward.normalize import compact, join_digit_groups, rational, spell, unwrap
+from slime_retool.reward.letters import told_apart
+from slime_retool.reward.normalize import ELLIPSIS, compact, join_digit_groups, rational, spell, unwrap
 from slime_retool.reward.python_text import constants_as_named
 
 Symbolic = Callable[[str, str], bool]
@@ -261,9 +262,10 @@ def _same_leaf(true_leaf: Leaf, leaf: Leaf, symbolic: Symbolic) -> bool:
         return bool(values[0] & values[1])
     if len(a) > 2 and _LETTERS.match(a) or len(b) > 2 and _LETTERS.match(b):
         return a.casefold() == b.casefold()
-    if " " in a + b or _WORDS.search(truth) or _WORDS.search(answer) or max(len(truth), len(answer)) > _MAX_SYMBOLIC:
+    if " " in a + b or ELLIPSIS in a + b or _WORDS.search(truth) or _WORDS.search(answer):
         return False
-    return symbolic(truth, answer)
+    apart = told_apart(truth, answer) if max(len(truth), len(answer)) <= _MAX_SYMBOLIC else None
+    return apart is not None and symbolic(*apart)
 
 
 def _values(text: str, number: str) -> set[Fraction]:

@@ -17,6 +17,8 @@ from slime_retool.reward.python_text import from_python
 MAX_LENGTH = 2000
 """Only the last so many characters of an answer are looked at: this bounds the work on degenerate text."""
 
+ELLIPSIS = "…"
+"""A list that goes on, or digits that do, are not those that are there."""
 _SIGNS = str.maketrans({
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "√": "\\sqrt ",
     "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "∪": "\\cup ", "∈": "\\in ", "°": "^\\circ ", "²": "^2", "³": "^3",
@@ -28,19 +30,23 @@ _MACROS = {
         "\\frac": "dfrac tfrac cfrac", "\\le": "leq leqslant", "\\ge": "geq geqslant", "\\ne": "neq",
         "<": "lt", ">": "gt",
         "\\{": "lbrace", "\\}": "rbrace", "[": "lbrack", "]": "rbrack", "(": "langle", ")": "rangle",
-        "\\cdot": "times", "\\circ": "degree", "\\emptyset": "varnothing",
+        "\\cdot": "times", "\\circ": "degree", "\\emptyset": "varnothing", ELLIPSIS: "ldots dots cdots dotsc dotsb",
         "\\text": "textrm textbf textit textsf texttt textnormal mbox hbox mathrm operatorname mathbf mathit "
         "boldsymbol emph underline fbox boxed",
         "": "left right big Big bigl bigr Bigl Bigr bigg Bigg biggl biggr displaystyle textstyle limits quad qquad "
-        "ldots dots cdots enspace thinspace nobreak",
+        "enspace thinspace nobreak",
     }.items()
     for name in names.split()
 }  # fmt: skip
 _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"^\s*\\\$\s*(?=[\d.])(.*)$", r"\1\\text{ dollar}"), (r"\^\s*\{?\s*\\circ\s*\}?\s*$", r"\\text{ deg}"),
     (r"\{,\}", ","), (r"\\[!,;:]|\{\s*\}", ""), (r"\\ |~", " "),
-    (r"\\?\$|\\\(|\\\)|^\s*\\\[|(?<!\\)\\\]\s*$", ""), (r"\^\s*\{?\s*\\circ\s*\}?|\\circ\b", " "),
-    (r"^\s+|[\s.]+$", ""),
+    (r"\\?\$|\\\(|\\\)|^\s*\\\[|(?<!\\)\\\]\s*$", ""), (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ\b", " "),
+    (r"\.\.\.+", ELLIPSIS), (r"^\s+|[\s.]+$", ""), (r"\^\s*(?:\\prime|\{\s*\\prime\s*\})", "'"),
+    (r"^\\\{\s*\\\}$", r"\\emptyset"),
+    # feet and inches, as minutes and seconds of a degree
+    (r"(?<=\d)\s*(?:''|\")$", r"\\text{ in}"), (r"(?<=\d)\s*'$", r"\\text{ ft}"),
+    (r"(?<=\d)\s*(?:\\text\s*\{\s*)?percent\s*\}?$", r"\\%"),
     # numbers
     (r"(?<![\d.])\d{1,3}(?: \d{3})+(?![\d ])", lambda match: match[0].replace(" ", "")),
     (r"^\s*([+-]?\d+)\s+(\d+)/(\d+)\s*$", r"\1\\frac{\2}{\3}"),
@@ -64,7 +70,11 @@ _UNITS = {
 _SET_BUILDER = re.compile(
     r"^\s*\\?\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|[:|])(.*(?:[<>]|\\[lg]e(?![a-z])).*?)\\?\}\s*$"
 )
-_UNIT = re.compile(r"(?<=[\d})])\s*((?!\^|\s)(?:\\text\s*\{[^{}]*\}|[A-Za-z/ .]|\^\s*\{?\s*[23]\s*\}?)+)$")
+_UNITS_BEHIND = (
+    re.compile(r"(?<=[\d})])\s*((?!\^|\s)(?:\\text\s*\{[^{}]*\}|[A-Za-z/ .]|\^\s*\{?\s*[23]\s*\}?)+)$"),
+    re.compile(r"(?<=[A-Za-z])\s*(\\text\s*\{[^{}]*\}(?:\\text\s*\{[^{}]*\}|[/ .]|\^\s*\{?\s*[23]\s*\}?)*)$"),
+)
+"""Behind a number, and behind a letter, as in 5\\pi\\text{ cm}^2, where letters alone would be factors."""
 _MACRO = re.compile(r"\\([A-Za-z]+)")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"\\text\s*\{\s*([A-Za-z])\s*\}")
@@ -92,12 +102,14 @@ def spell(answer: str) -> tuple[str, str]:
     text = from_python(_SET_BUILDER.sub(r"\1", text))
     for pattern, written in _REWRITTEN:
         text = re.sub(pattern, written, text)
-    text, unit = _without_unit(unwrap(text))
+    text = unwrap(text)
+    found = (_without_unit(pattern, text) for pattern in _UNITS_BEHIND)
+    text, unit = next((each for each in found if each[1]), (text, "percent" if text.endswith("%") else ""))
     return join_digit_groups(unwrap(_LETTER.sub(r"\1", text))), unit
 
 
-def _without_unit(text: str) -> tuple[str, str]:
-    match = _UNIT.search(text)
+def _without_unit(pattern: re.Pattern[str], text: str) -> tuple[str, str]:
+    match = pattern.search(text)
     if match is None:
         return text, ""
     names = []

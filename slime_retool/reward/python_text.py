@@ -17,11 +17,11 @@ def _equations(match: re.Match[str]) -> str:
 
 
 _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    # Markdown
-    (r"^\s*\*\*(?!\*)(.*[^*])\*\*\s*$", r"\1"),
+    # Markdown, and a string as it is shown
+    (r"^\s*(\*\*|\*|__|_|`)(?![*_`])(.*[^*_`])\1[\s.]*$", r"\2"), (r"^\s*(['\"])([^'\"]*)\1\s*$", r"\2"),
     # numbers
-    (rf"{_NO_NAME}(?:c?math|numpy|np|sympy|sp)\.(?=[a-z])", ""), (r"(?<=\d)_(\d{3})(?!\d)", r"\1"),
-    (rf"{_NO_NAME}(?:float\d*|int\d*|Float|Integer|mpf|Decimal)\('?([^()']*)'?\)", r"\1"),
+    (rf"{_NO_NAME}(?:c?math|numpy|np|sympy|sp|fractions)\.(?=[A-Za-z])", ""), (r"(?<=\d)_(\d{3})(?!\d)", r"\1"),
+    (rf"{_NO_NAME}(?:float\d*|int\d*|Float|Integer|mpf|Decimal|Fraction|Rational)\('?([^()',]*)'?\)", r"\1"),
     (r"(?<![\w.])(\d+(?:\.\d*)?)[eE]([+-]?\d{1,3})(?![\w.])", r"\1\\cdot 10^{\2}"),
     (rf"{_NO_NAME}(?:oo|inf)(?![A-Za-z])", r"\\infty "), (rf"{_NO_NAME}factorial\((\d+)\)", r"\1!"),
     (rf"{_NO_NAME}(?:Fraction|Rational)\({_ARGUMENT},{_ARGUMENT}\)", r"\\frac{\1}{\2}"),
@@ -31,10 +31,11 @@ _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (rf"{_NO_NAME}[Aa]bs\({_ARGUMENT}\)", r"|\1|"),
     # what holds several
     (rf"^\s*\[?\{{({_SOLUTION}(?:,{_SOLUTION})*)\}}\]?\s*$", _equations),
-    (rf"^\s*Eq\({_ARGUMENT},(.*)\)\s*$", r"\1 = \2"), (r"^\s*(?:Matrix|array|FiniteSet)\((.*)\)\s*$", r"\1"),
-    (r"^\s*EmptySet\s*$", r"\\emptyset"), (r"^\s*Reals\s*$", r"\\mathbb{R}"),
+    (rf"^\s*Eq\({_ARGUMENT},(.*)\)\s*$", r"\1 = \2"),
+    (r"^\s*(?:EmptySet|set\(\))\s*$", r"\\emptyset"), (r"^\s*Reals\s*$", r"\\mathbb{R}"),
+    (r"^\s*(?:Matrix|array|FiniteSet|(?:frozen)?set)\((.*)\)\s*$", r"\1"),
     # signs and functions
-    (r"\*\*\s*(?:\(((?:[^()]|\([^()]*\))*)\)|([+-]?\w+))", r"^{\1\2}"), (r"!=", r"\\ne "),
+    (r"\*\*\s*(?:\(((?:[^()]|\([^()]*\))*)\)|([+-]?\w+(?:\.\d+)?))", r"^{\1\2}"), (r"!=", r"\\ne "),
     (r"<=", r"\\le "), (r">=", r"\\ge "), (r"(?<=\d)(?:j|\*I)(?![A-Za-z])", "i"),
     (rf"{_NO_NAME}log\({_ARGUMENT},\s*{_ARGUMENT}\)", r"\\log_{\2}{\1}"), (rf"{_NO_NAME}log(?=\()", r"\\ln"),
     (rf"{_NO_NAME}a(?:rc)?(sin|cos|tan)(?=\()", r"\\arc\1"),

@@ -31,7 +31,7 @@ async def default_reward(args: Config, sample: Sample) -> dict[str, Any]:
     label = _label(sample)
     if args.rm_type == "dapo":  # microseconds
         return compute_score(sample.response, label)
-    return await asyncio.to_thread(compute_score, sample.response, label, args.rm_type)
+    return await asyncio.to_thread(compute_score, sample.scored_text, label, args.rm_type)
 
 
 def _label(sample: Sample) -> str:

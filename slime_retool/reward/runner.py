@@ -71,13 +71,18 @@ class RewardRunner:
 
 def as_reward(value: Any, key: str | None, name: str) -> float | dict[str, Any]:
     """What the reward function `name` returned, in Python's own types: a finite number, or a dict in which entry `key`
-    (default "score") is one. Raises RewardError for anything else."""
+    (default "score") is one and "acc", where it is there, says yes or no. Raises RewardError for anything else."""
     if not isinstance(value, dict):
         return _finite(_plain(value), f"{name} returned")
     reward = {str(entry): _plain(each) for entry, each in value.items()}
     entry = key or "score"
     if entry not in reward:
         raise RewardError(f"{name} returned no entry {entry!r}, only {sorted(reward)}; set --reward-key")
+    if "acc" in reward:
+        said = reward["acc"]
+        if said not in (0, 1):  # of a share, or NaN, bool() would be True
+            raise RewardError(f"{name} returned as 'acc' {said!r:.100}; it is True or False: is the answer right")
+        reward["acc"] = bool(said)
     return reward | {entry: _finite(reward[entry], f"{name} returned as {entry!r}")}
 
 

@@ -49,24 +49,41 @@ def same(a: Any, b: Any) -> bool:
     import sympy
     from math_verify import verify
 
-    if isinstance(a, sympy.Eq) and isinstance(b, sympy.Eq):
-        ratio = sympy.simplify(positive(a.lhs - a.rhs) / positive(b.lhs - b.rhs))  # one line in two forms
-        return bool(ratio.is_number and ratio.is_finite and ratio != 0)
-    if not isinstance(a, sympy.Expr) and not isinstance(b, sympy.Expr):
+    equations = isinstance(a, sympy.Eq) and isinstance(b, sympy.Eq)
+    if not equations and not isinstance(a, sympy.Expr) and not isinstance(b, sympy.Expr):
         return bool(verify(a, b, timeout_seconds=None))
-    a, b = positive(a), positive(b)
+    # |x| is not x: what stands in an absolute value is negative, too.
+    magnitudes = {s.name for side in (a, b) for each in side.atoms(sympy.Abs) for s in each.free_symbols}
+    same_where = same_equation if equations else same_value
+    return all(same_where(signed(a, negative), signed(b, negative)) for negative in ("", *sorted(magnitudes)))
+
+
+def same_equation(a: Any, b: Any) -> bool:
+    """Whether they are one line in two forms."""
+    import sympy
+
+    ratio = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
+    return bool(ratio.is_number and ratio.is_finite and ratio != 0)
+
+
+def same_value(a: Any, b: Any) -> bool:
+    import sympy
+
     if a.is_rational and b.is_rational:
         return bool((a - b).doit() == 0)
     if (a - b).free_symbols:
-        return bool(sympy.simplify(a - b) == 0)
+        decimals = {each: sympy.Rational(str(each)) for each in (a - b).atoms(sympy.Float)}  # x^0.5 as the root of x
+        return bool(sympy.simplify((a - b).subs(decimals)) == 0)
     difference = sympy.N(a - b, 30)
     return bool(a == b or (difference.is_finite and abs(difference) <= CLOSE * abs(sympy.N(a, 30))))
 
 
-def positive(expression: Any) -> Any:
+def signed(expression: Any, negative: str) -> Any:
+    """With positive variables, but for the one of the name `negative`."""
     import sympy
 
-    return expression.subs({s: sympy.Symbol(s.name, positive=True) for s in expression.free_symbols})
+    values = {s: sympy.Symbol(s.name, positive=True) for s in expression.free_symbols}
+    return expression.subs({s: -value if s.name == negative else value for s, value in values.items()})
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
         return await run_chat_loop(context.chat, ToolRegistry(), sample, sampling_params, budgets, [])
     assert context.engine is not None, "generation needs an engine"
     budgets = LoopBudgets(max_response_tokens=limit, max_context_tokens=args.rollout_max_context_len)
-    budgets.start(sample, context.template.prompt_ids(sample.prompt, sample.tools))
+    budgets.start(sample, context.template.prompt_ids(sample.prompt, sample.tools), context.tokenizer.decode)
     params = {**sampling_params, "max_new_tokens": budgets.remaining(sample)}
     completion = await context.engine.generate(list(sample.tokens), params, session=str(sample.index))
     append_turn(sample, completion, params["max_new_tokens"])

@@ -28,6 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from slime_retool.config.config import BATCHES_OPEN
+from slime_retool.dumps import json_value
 from slime_retool.protocols import DataSource
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.hooks import Hooks, cancel, run_all, run_sample
@@ -339,7 +340,7 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
     """JSON-able; what JSON cannot hold (from metadata, say) as its `repr`."""
     plain = {name: getattr(sample, name) for name in _PLAIN}
     return {
-        **json.loads(json.dumps(plain, default=repr)),
+        **json.loads(json.dumps(plain, default=json_value)),
         "status": sample.status.value,
         "tokens": pack_ints(sample.tokens),
         "loss_mask": runs_of(sample.loss_mask),

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slime_retool.dumps import ENCODING, dumps_in, number_of, written_whole
+from slime_retool.dumps import ENCODING, dumps_in, json_value, number_of, written_whole
 from slime_retool.errors import ConfigError
 from slime_retool.rollout.hooks import USABLE
 from slime_retool.types import Sample, SampleStatus, ShownSample
@@ -81,7 +81,7 @@ def _line(sample: Sample, further: dict[str, Any]) -> str:
     # Nobody reads experts here, and they would be most of the file: what is trained on is in another one.
     values = asdict(replace(sample, routed_experts=None)) | further
     del values["routed_experts"]
-    return json.dumps(values, ensure_ascii=False, default=repr) + "\n"
+    return json.dumps(values, ensure_ascii=False, default=json_value) + "\n"
 
 
 class Transcripts:

@@ -23,7 +23,10 @@ from slime_retool.protocols import Completion, GenerationEngine
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult, Turn
 from slime_retool.tool_use.format import ToolFormat
 from slime_retool.tool_use.registry import ToolRegistry
-from slime_retool.types import RoutedExperts, Sample, SampleStatus, Span
+from slime_retool.types import OPEN_THOUGHT, RoutedExperts, Sample, SampleStatus, Span
+
+_TAIL = 16
+"""Tokens that hold the tag which a prompt ends with, also where each is a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,15 @@ class LoopBudgets:
             left = min(left, self.max_context_tokens - len(sample.tokens))
         return left
 
-    def start(self, sample: Sample, prompt: list[int]) -> None:
-        """Begin `sample` anew with these ids. Raises RolloutError when they leave no room for a response."""
+    def start(self, sample: Sample, prompt: list[int], decode: Callable[[list[int]], str] | None = None) -> None:
+        """Begin `sample` anew with these ids; `decode` gives their text, to see whether they end in a thought.
+
+        Raises RolloutError when they leave no room for a response.
+        """
         sample.reset()
         sample.tokens = prompt
+        tail = "" if decode is None else decode(prompt[-_TAIL:])
+        sample.begins_in_thought = tail.rstrip().endswith(OPEN_THOUGHT)
         if self.remaining(sample) < 1:
             raise RolloutError(
                 f"a prompt of {len(prompt)} tokens leaves no room for a response within --rollout-max-context-len "
@@ -120,7 +128,7 @@ async def run_tool_loop(
 
     Raises EngineError or ToolUnavailable on an outage, RolloutError when the prompt leaves no room for a response.
     """
-    budgets.start(sample, tool_format.prompt_ids(sample.prompt))
+    budgets.start(sample, tool_format.prompt_ids(sample.prompt), tool_format.text)
     params = _with_stop(sampling_params, tool_format.stop)
     session = str(sample.index)
     turn_start = len(sample.tokens)

@@ -92,5 +92,5 @@ async def reward_func(args: Config, sample: Sample, **kwargs: Any) -> dict[str, 
     own = args.hook(HookArgs)
     result["score"] = shape_tool_use(result["score"], conversation_messages(sample, own.shape_tool_use))
     if own.format_penalty:
-        result["score"] -= own.format_penalty * (1 - format_score(sample.response))
+        result["score"] -= own.format_penalty * (1 - format_score(sample.scored_text))
     return result
