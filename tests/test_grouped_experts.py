@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_bridge.grouped_experts import OneProduct, experts_product, one_block, stacked, use_one_product
+from megatron_bridge.grouped_experts import (
+    OneProduct,
+    experts_product,
+    one_block,
+    stacked,
+    takes_one_product,
+    use_one_product,
+)
 
 IN, OUT = 16, 24
 SPLITS = [([5, 0, 3, 9], "one without rows"), ([0, 0, 7, 0], "one with all"), ([1, 2, 3, 4], "all"), ([0] * 4, "none")]
@@ -106,3 +113,19 @@ def test_megatrons_buffers_hold_the_experts_of_a_layer_as_one_block():
     expected = torch.cat([part @ weight.T for part, weight in zip(x.split(splits), weights, strict=True)])
     torch.testing.assert_close(out, expected)
     assert bias is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "capability", "taken"),
+    [
+        ((1536, 2048), torch.bfloat16, (9, 0), True),
+        ((8, 16), torch.bfloat16, (10, 0), True),
+        ((8, 16), torch.bfloat16, (8, 9), False),
+        ((8, 16), torch.float32, (9, 0), False),
+        ((8, 12), torch.bfloat16, (9, 0), False),  # rows of 24 bytes
+        ((12, 16), torch.bfloat16, (9, 0), False),
+    ],
+)
+def test_one_product_is_taken_where_a_gpu_has_a_kernel_for_it(shape, dtype, capability, taken, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert takes_one_product(torch.empty(shape, dtype=dtype)) is taken
