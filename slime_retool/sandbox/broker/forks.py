@@ -201,7 +201,7 @@ class Forks:
         """
         for kind in self.kinds.values():
             wanted = min(self._pool, len(kind.queue)) if kind.setup_failures else self._pool
-            while self._can_fork(kind) and len(kind.idle) + kind.starting < wanted and self._spawn(kind):
+            while len(kind.idle) + kind.starting < wanted and self._can_fork(kind) and self._spawn(kind):
                 pass
 
     def _can_fork(self, kind: Kind) -> bool:

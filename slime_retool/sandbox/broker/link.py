@@ -10,7 +10,8 @@ from typing import Any
 from ..wire import Frames, pack
 from .loop import Loop
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
+"""Bytes; memory for more is taken from the kernel, and given back, at each call."""
 _LAST_WORDS_SECONDS = 5
 
 
