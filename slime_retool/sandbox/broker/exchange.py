@@ -63,7 +63,9 @@ def answer(data: bytearray, job: Job, limits: dict[str, Any]) -> dict[str, Any] 
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolViolation(str(error)) from error
     sizes: list[int | None] = job.answer["files"]
-    missing = end + (sum(size or 0 for size in sizes) if sizes else 0) - len(data)
+    if not sizes and len(data) == end:
+        return job.answer | {"files": {}}
+    missing = end + sum(size or 0 for size in sizes) - len(data)
     if missing < 0:
         raise ProtocolViolation(f"{-missing} bytes after the answer")
     if missing:
@@ -96,7 +98,7 @@ def _checked(message: dict[str, Any], job: Job, limits: dict[str, Any]) -> dict[
         "exit_code": exit_code,
         "wall": _seconds(message["wall"]),
         "max_rss": _count(message["max_rss"]),
-        "written": [None if each is None else _count(each) for each in (out, err)],
+        "written": [out if out is None else _count(out), err if err is None else _count(err)],
         "files": _sizes(message["files"], len(job.request["fetch"])),
     }
 
@@ -123,7 +125,9 @@ def _sizes(value: object, most: int) -> list[int | None]:
     """Of the files that were asked for, in their order; None where there is none."""
     if not isinstance(value, list) or len(value) > most:
         raise TypeError(type(value))
+    if not value:
+        return value
     sizes = [None if size is None else _count(size) for size in value]
-    if sizes and sum(size or 0 for size in sizes) > executor.MAX_FETCHED:
+    if sum(size or 0 for size in sizes) > executor.MAX_FETCHED:
         raise ValueError("more than may be fetched")
     return sizes

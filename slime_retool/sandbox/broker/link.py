@@ -45,6 +45,11 @@ class Link:
     def send(self, message: dict[str, Any]) -> None:
         self._to_send += pack(message)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to flush."""
+        return bool(self._to_send)
+
     def flush(self) -> None:
         """Raises PeerGone."""
         try:
