@@ -247,9 +247,13 @@ class JailClient(asyncio.BufferedProtocol):
 
     def _write(self, message: dict[str, Any]) -> None:
         self._to_send.append(pack(message))  # what JSON cannot hold is refused here, where the caller is
+        self._write_soon()
+
+    def _write_soon(self) -> None:
+        """With what else is to be written until then."""
         if not self._writing:
             self._writing = True
-            self._loop.call_soon(self._write_some)  # with what follows at once
+            self._loop.call_soon(self._write_some)
 
     def _write_some(self) -> None:
         """A few messages in one system call."""
@@ -257,7 +261,8 @@ class JailClient(asyncio.BufferedProtocol):
         if self._transport.is_closing():
             return
         count = min(len(self._to_send), _MESSAGES_AT_ONCE)
-        self._transport.write(b"".join([self._to_send.popleft() for _ in range(count)]))
+        if count:
+            self._transport.write(b"".join([self._to_send.popleft() for _ in range(count)]))
         self._writing = bool(self._to_send)
         if self._writing:
             self._loop.call_soon(self._write_some)
@@ -302,6 +307,7 @@ class JailClient(asyncio.BufferedProtocol):
 
     def _read_some(self) -> None:
         self._reading = self._read_answers()
+        self._write_soon()  # right after those who got these have made their next calls
         if self._reading:
             self._loop.call_soon(self._read_some)
 
