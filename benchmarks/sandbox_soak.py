@@ -213,6 +213,7 @@ class Chaos:
         for number in range(self.callers):
             self.box.session(str(number)).close()
         deadline = time.monotonic() + SETTLE_SECONDS
+        await settle(self.box)  # a broker that was killed after the last answer has been replaced
         while (last := self.resources()) != first and time.monotonic() < deadline:
             await settle(self.box)
             await asyncio.sleep(0.1)

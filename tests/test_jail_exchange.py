@@ -45,6 +45,8 @@ WRONG = {
     "no object": [],
     "a number": 5,
     "not JSON": b"{",
+    "nothing": b"",
+    "more after it": json.dumps(ANSWER).encode() + b" 1",
     "not UTF-8": b"\xff\xfe",
     "deep": b"[" * 900,
     "another call's": ANSWER | {"nonce": "m"},

@@ -23,7 +23,9 @@ from test_jail import LEVELS, in_box
 
 from benchmarks.sandbox_soak import leaves
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, Status
-from slime_retool.sandbox.broker import cgroup, keeper, oom, trees
+from slime_retool.sandbox.broker import cgroup, deadlines, keeper, oom, trees
+from slime_retool.sandbox.broker.deadlines import Deadlines
+from slime_retool.sandbox.broker.records import Job
 from slime_retool.sandbox.broker.started import StartedCalls
 from slime_retool.sandbox.child import namespaces, zygote
 from slime_retool.sandbox.child.environment import HostPaths
@@ -240,6 +242,24 @@ def test_files_of_a_process_that_does_not_run_are_not_looked_at_again(
     for end in (ours, theirs):
         end.close()
     assert looks["sleeps"] == 1 and looks["works"] > 3
+
+
+def test_a_call_that_has_not_run_since_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a look costs is paid by calls that compute, and not by those that wait."""
+    looks: collections.Counter[str] = collections.Counter()
+    monkeypatch.setattr(Deadlines, "_look", lambda self, child, job: looks.update([job.request["name"]]))
+    current, cpu = 0.0, {"sleeps": 0.5, "works": 0.5}
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: current)
+    timers = Deadlines({}, None)
+    for name in cpu:
+        child = SimpleNamespace(killed=None, cpu_seconds=lambda name=name: cpu[name])
+        job = Job(1, {"name": name, "timeout": 99, "cpu": 99}, None, 0.0, child=child)
+        timers.arm(job, 0.0)
+    for _ in range(20):
+        current += 0.06
+        cpu["works"] += 0.001
+        timers.run()
+    assert looks == {"sleeps": 1, "works": 20}
 
 
 @pytest.mark.parametrize("level", ONLY_LANDLOCK)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,69 @@ def test_a_deep_last_expression_is_run_and_echoed(deep: str, around: str) -> Non
     (expression, value), (before, after) = DEEP[deep], AROUND[around]
     outcome = run(before + expression + after)
     assert outcome == semantics.Outcome(result=repr((value,) if around == "a tuple's" else value))
+
+
+PIECES = """x = 1
+x
+print(x)
+f()
+(y := 3)
+*x, 1
+'doc'
+x if y else z
+# a comment
+# it goes on \\
+x = 1 + \\
+x = \"\"\"
+\"\"\"
+\"\"\" + \"\"\"text
+foo(
+)
+[
+]
+else:
+f(); g()
+f();
+if x:
+    y = 2
+@f
+def f(): return 1
+try: pass
+from __future__ import annotations
+match (x)
+yield 1
+
+\tx
+\x0cx
+\rx
+x \r""".split("\n")
+
+
+def test_the_last_line_alone_is_split_off_as_the_syntax_tree_splits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All programs of up to three lines, and what they compile to or the error, down to each instruction's place."""
+
+    def parts(code: str) -> Any:
+        try:
+            body, last = semantics._compiled(code, "<string>", echo=True)
+        except (SyntaxError, ValueError) as error:
+            return repr(error)
+        comments_only = body is not None and not body.co_names and body.co_consts == (None,)
+        return [shape(each) for each in (None if comments_only else body, last)]
+
+    def shape(code: Any) -> Any:
+        if not isinstance(code, types.CodeType):
+            return type(code), repr(code)
+        places = list(code.co_positions()) if sys.version_info >= (3, 11) else list(code.co_lines())
+        return code.co_code, code.co_names, code.co_flags, places, [shape(each) for each in code.co_consts]
+
+    programs = ["\n".join(lines) for count in (1, 2, 3) for lines in itertools.product(PIECES, repeat=count)]
+    programs = [*programs[: 1 + len(PIECES) ** 2], *programs[1 + len(PIECES) ** 2 :: 7]]
+    quick = [parts(code) for code in programs]
+    known = sum(semantics._split_before_last_line(code, "<string>") is not None for code in programs)
+    monkeypatch.setattr(semantics, "_split_before_last_line", lambda code, filename: None)
+    for code, found in zip(programs, quick, strict=True):
+        assert found == parts(code), code
+    assert known > len(programs) // 20
 
 
 DEEP_STATEMENTS = {

@@ -16,7 +16,7 @@ def _refuse(value: object) -> NoReturn:
 
 # Bound at import, before any code runs: see `child.semantics`. The parts in C, since `json`'s own methods look up `len`
 # and `isinstance` when they are called.
-_len = len
+_len, _StopIteration, _ValueError = len, StopIteration, ValueError
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _chunks = json.encoder.c_make_encoder(  # type: ignore[attr-defined]
     None, _refuse, json.encoder.encode_basestring_ascii, None, ": ", ", ", False, False, True
@@ -29,8 +29,15 @@ def pack(message: dict[str, Any]) -> bytes:
 
 
 def unpack(body: bytes | bytearray) -> Any:
-    """What `pack` made, without its length."""
-    return _scan(body.decode(), 0)[0]
+    """What `pack` made, without its length. Raises ValueError, or RecursionError, on what it did not make."""
+    text = body.decode()
+    try:
+        message, end = _scan(text, 0)
+    except _StopIteration:
+        end = -1
+    if end != _len(text):
+        raise _ValueError("no message, or more than one")
+    return message
 
 
 class Frames:
@@ -40,7 +47,7 @@ class Frames:
         self._data = bytearray()
         self._start = 0
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | memoryview) -> None:
         del self._data[: self._start]
         self._start = 0
         self._data += data
@@ -54,4 +61,4 @@ class Frames:
         if len(self._data) < end:
             return None
         self._start = end
-        return json.loads(self._data[body:end])  # of a process that no code has touched
+        return unpack(self._data[body:end])  # of a process that no code has touched

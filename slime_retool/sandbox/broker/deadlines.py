@@ -12,6 +12,7 @@ from ..child import memory
 from .folders import Folders
 from .records import Child, Job
 
+_CPUS = os.cpu_count() or 1
 _LOOK_EVERY = 0.05
 _MIN_CPU_CHECK = 0.01
 _MANY = 1024
@@ -32,14 +33,11 @@ class Deadlines:
         """On the clock of `time.monotonic`."""
         return self._heap[0][0] if self._heap else float("inf")
 
-    def arm(self, job: Job, at: float) -> None:
-        """Look at the job again when it could first have passed a limit; `at`: now."""
-        child = job.child
-        assert child is not None
-        left = job.request["cpu"] - (child.cpu_seconds() - job.cpu_before)
+    def arm(self, job: Job, at: float, cpu: float = 0.0) -> None:
+        """Look at the job again when it could first have passed a limit. at: now; cpu: seconds it has used so far."""
         due = min(
             job.started + job.request["timeout"],
-            at + max(_MIN_CPU_CHECK, left / (os.cpu_count() or 1)),
+            at + max(_MIN_CPU_CHECK, (job.request["cpu"] - cpu) / _CPUS),
             at + _LOOK_EVERY,
         )
         heapq.heappush(self._heap, (due, next(self._order), job))
@@ -53,11 +51,15 @@ class Deadlines:
                 continue
             if current >= job.started + job.request["timeout"]:
                 child.kill("timeout")
-            elif child.cpu_seconds() - job.cpu_before >= job.request["cpu"]:
+                continue
+            cpu = child.cpu_seconds() - job.cpu_before
+            if cpu >= job.request["cpu"]:
                 child.kill("cpu")
-            else:
+                continue
+            if cpu != job.cpu_seen:  # else it has not run since, and is as it was
+                job.cpu_seen = cpu
                 self._look(child, job)
-                self.arm(job, current)
+            self.arm(job, current, cpu)
 
     def prune(self) -> None:
         """Forget calls that have ended, of which there may be many for one that runs long."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
+import os
 import secrets
 from typing import Any
 
 from ..child import executor, semantics
-from ..wire import LENGTH, pack
+from ..wire import LENGTH, pack, unpack
 from .records import Child, Job
 
 _CHILD_LIMITS = ("memory", "disk", "file_size", "open_files")
@@ -25,12 +25,22 @@ class ProtocolViolation(Exception):
 
 
 def request(job: Job, child: Child, limits: dict[str, Any]) -> bytes:
-    job.nonce = secrets.token_hex(16)
-    message = {key: job.request[key] for key in ("code", "seed", "stdin", "files", "fetch", "echo")}
-    memory = job.request["memory_mb"]
-    message["memory_mb"] = limits["memory_mb"] if memory is None else memory
-    message["address_space"] = None if memory is None else child.kind.address_space + (memory << 20)
-    return pack(message | {"nonce": job.nonce, "session": job.session is not None})
+    job.nonce = os.urandom(16).hex()
+    asked = job.request
+    memory = asked["memory_mb"]
+    message = {
+        "code": asked["code"],
+        "seed": asked["seed"],
+        "stdin": asked["stdin"],
+        "files": asked["files"],
+        "fetch": asked["fetch"],
+        "echo": asked["echo"],
+        "memory_mb": limits["memory_mb"] if memory is None else memory,
+        "address_space": None if memory is None else child.kind.address_space + (memory << 20),
+        "nonce": job.nonce,
+        "session": job.session is not None,
+    }
+    return pack(message)
 
 
 def answer(data: bytearray, job: Job, limits: dict[str, Any]) -> dict[str, Any] | None:
@@ -49,10 +59,12 @@ def answer(data: bytearray, job: Job, limits: dict[str, Any]) -> dict[str, Any] 
         return None
     if job.answer is None:
         try:
-            job.answer = _checked(json.loads(bytes(data[LENGTH.size : end])), job, limits)
+            job.answer = _checked(unpack(data[LENGTH.size : end]), job, limits)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolViolation(str(error)) from error
     sizes: list[int | None] = job.answer["files"]
+    if not sizes and len(data) == end:
+        return job.answer | {"files": {}}
     missing = end + sum(size or 0 for size in sizes) - len(data)
     if missing < 0:
         raise ProtocolViolation(f"{-missing} bytes after the answer")
@@ -86,7 +98,7 @@ def _checked(message: dict[str, Any], job: Job, limits: dict[str, Any]) -> dict[
         "exit_code": exit_code,
         "wall": _seconds(message["wall"]),
         "max_rss": _count(message["max_rss"]),
-        "written": [None if each is None else _count(each) for each in (out, err)],
+        "written": [out if out is None else _count(out), err if err is None else _count(err)],
         "files": _sizes(message["files"], len(job.request["fetch"])),
     }
 
@@ -113,6 +125,8 @@ def _sizes(value: object, most: int) -> list[int | None]:
     """Of the files that were asked for, in their order; None where there is none."""
     if not isinstance(value, list) or len(value) > most:
         raise TypeError(type(value))
+    if not value:
+        return value
     sizes = [None if size is None else _count(size) for size in value]
     if sum(size or 0 for size in sizes) > executor.MAX_FETCHED:
         raise ValueError("more than may be fetched")

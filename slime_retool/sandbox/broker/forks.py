@@ -73,8 +73,13 @@ class Forks:
     @property
     def next(self) -> float:
         """When there is a zygote to start or a fork to ask for again, on the clock of `time.monotonic`."""
-        forks = (kind.fork_at for kind in self.kinds.values() if kind.queue and kind.fork_at > now())
-        return min(*(kind.start_at for kind in self.kinds.values()), *forks, float("inf"))
+        soonest = float("inf")
+        for kind in self.kinds.values():
+            if kind.start_at < soonest:
+                soonest = kind.start_at
+            if kind.queue and now() < kind.fork_at < soonest:
+                soonest = kind.fork_at
+        return soonest
 
     def start_due(self) -> None:
         for kind in self.kinds.values():
@@ -201,7 +206,7 @@ class Forks:
         """
         for kind in self.kinds.values():
             wanted = min(self._pool, len(kind.queue)) if kind.setup_failures else self._pool
-            while self._can_fork(kind) and len(kind.idle) + kind.starting < wanted and self._spawn(kind):
+            while len(kind.idle) + kind.starting < wanted and self._can_fork(kind) and self._spawn(kind):
                 pass
 
     def _can_fork(self, kind: Kind) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 from ..wire import Frames, pack
 from .loop import Loop
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
+"""Bytes; memory for more is taken from the kernel, and given back, at each call."""
 _LAST_WORDS_SECONDS = 5
 
 
@@ -43,6 +44,11 @@ class Link:
 
     def send(self, message: dict[str, Any]) -> None:
         self._to_send += pack(message)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to flush."""
+        return bool(self._to_send)
 
     def flush(self) -> None:
         """Raises PeerGone."""

@@ -31,8 +31,11 @@ class Loop:
         self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
         (self._writing.add if wanted else self._writing.discard)(fd)
 
-    def poll(self, seconds: float) -> None:
-        for fd, _ in self._epoll.poll(max(0.0, seconds)):
+    def poll(self, seconds: float) -> bool:
+        """Wait so long, at most, and handle what there is: whether there was something."""
+        ready = self._epoll.poll(max(0.0, seconds))
+        for fd, _ in ready:
             handler = self._handlers.get(fd)
             if handler is not None:
                 handler()
+        return bool(ready)

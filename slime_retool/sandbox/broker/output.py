@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+_SHORT = 4096
+"""Bytes that are read in one go, as most output is shorter."""
 _GIVEN_UP = 4
 """One part in so many, at most, on each side of a cut for whole lines."""
 _CONTINUES = range(0x80, 0xC0)
@@ -21,10 +23,17 @@ def take(fd: int, limit: int, written: int | None) -> tuple[str, bool]:
     number never looks like a number.
     """
     try:
+        half = limit // 2
+        room = min(half, _SHORT)
+        head = os.pread(fd, room, 0)
+        if len(head) < room and (written or 0) <= len(head):  # all of it, and no ring
+            if head:
+                os.ftruncate(fd, 0)
+            os.lseek(fd, 0, os.SEEK_SET)
+            return head.decode("utf-8", "replace"), False
         size, position = os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_CUR)
         if size == position == 0:
             return "", False
-        half = limit // 2
         wrapped = half <= position < size <= limit
         if wrapped:
             tail = os.pread(fd, size - position, position) + os.pread(fd, position - half, half)

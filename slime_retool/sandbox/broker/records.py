@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """One call, from its arrival to its answer."""
 
@@ -23,13 +23,15 @@ class Job:
     started: float = 0.0
     nonce: str = ""
     cpu_before: float = 0.0
+    cpu_seen: float = -1.0
+    """CPU seconds that it had used when it was looked at last."""
     answer: dict[str, Any] | None = None
     """What the child has answered, while the files after it arrive."""
     child: Child | None = None
     """While it runs."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Session:
     id: str
     open: bool = True
@@ -39,7 +41,7 @@ class Session:
     last_used: float = 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Child:
     tag: int
     kind: Kind
@@ -78,7 +80,7 @@ class Child:
             return 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Kind:
     """A zygote, what it preloads, and its idle children."""
 

@@ -11,6 +11,7 @@ from . import output
 from .records import Child, Job
 
 Limits = dict[str, Any]
+_OF_THE_CHILD = ("error", "result", "exit_code", "max_rss", "files")
 
 
 def completed(child: Child, job: Job, answer: dict[str, Any], limits: Limits) -> dict[str, Any]:
@@ -20,9 +21,10 @@ def completed(child: Child, job: Job, answer: dict[str, Any], limits: Limits) ->
     result = _collect(child, job, answer["written"], cpu, limits)
     result["wall_s"] = min(answer["wall"], result["wall_s"])
     result["limit"] = limit or result["limit"]
-    status = "ok" if error is None else "memory" if limit == "memory" else "error"
-    kept = ("error", "result", "exit_code", "max_rss", "files")
-    return result | {"status": status} | {key: answer[key] for key in kept}
+    result["status"] = "ok" if error is None else "memory" if limit == "memory" else "error"
+    for key in _OF_THE_CHILD:
+        result[key] = answer[key]
+    return result
 
 
 def ended(child: Child, job: Job, status: int, cpu: float, rss: int, limits: Limits) -> dict[str, Any]:
@@ -44,8 +46,14 @@ def _collect(child: Child, job: Job, written: list[int | None], cpu: float, limi
     out, out_cut = output.take(child.out, limits["max_output_bytes"], written[0])
     err, err_cut = output.take(child.err, limits["max_output_bytes"], written[1])
     cut = out_cut or err_cut
-    result = {"stdout": out, "stderr": err, "truncated": cut, "limit": "output" if cut else None}
-    return result | {"wall_s": wall, "cpu_s": max(0.0, cpu - job.cpu_before)}
+    return {
+        "stdout": out,
+        "stderr": err,
+        "truncated": cut,
+        "limit": "output" if cut else None,
+        "wall_s": wall,
+        "cpu_s": max(0.0, cpu - job.cpu_before),
+    }
 
 
 def _reason(killed: str | None, job: Job, status: int, limits: Limits) -> tuple[str, str | None, str | None]:

@@ -32,6 +32,8 @@ ANSWER_ROOM = 32 << 20
 all that it may have."""
 _REHEARSALS = 60
 _BUFFER = 8192
+_SHORT = 4096
+"""Bytes within which most requests are."""
 
 _read, _write, _lseek, _exit, _getpid = os.read, os.write, os.lseek, os._exit, os.getpid
 _open, _len, _min, _memoryview, _bytearray, _isinstance = open, len, min, memoryview, bytearray, isinstance
@@ -67,6 +69,8 @@ class _RingWriter(io.RawIOBase):
         size, done = _len(view), 0
         self.total += size
         try:
+            if self.total <= self._half:  # whoever else wrote, the seam is not reached
+                done = _write(self._fd, view)
             while done < size:
                 position = _lseek(self._fd, 0, 1)
                 if position >= self._limit:
@@ -104,22 +108,25 @@ class _Buffer(io.BufferedWriter):
         return size
 
 
-def _receive_exactly(count: int) -> bytearray:
-    data = _bytearray()
-    while _len(data) < count:
-        try:
-            chunk = _read(CONTROL, _min(count - _len(data), 1 << 20))
-        except _OSError:
-            _exit(_NO_SOCKET)
-        if not chunk:
-            _exit(0)
-        data += chunk
+def _receive_some(most: int) -> bytes:
+    try:
+        data = _read(CONTROL, most)
+    except _OSError:
+        _exit(_NO_SOCKET)
+    if not data:
+        _exit(0)
     return data
 
 
 def _receive() -> dict[str, Any]:
-    (count,) = LENGTH.unpack(_receive_exactly(LENGTH.size))
-    return unpack(_receive_exactly(count))
+    """The next request. After it nothing arrives before the answer, so that more may be asked for."""
+    data = _bytearray()
+    while _len(data) < LENGTH.size:
+        data += _receive_some(_SHORT)
+    end = LENGTH.size + LENGTH.unpack_from(data)[0]
+    while _len(data) < end:
+        data += _receive_some(_min(end - _len(data), 1 << 20))
+    return unpack(data[LENGTH.size :])
 
 
 def _send(data: bytes) -> None:
@@ -139,18 +146,9 @@ def _reseed(seed: int | None) -> None:
         numpy.random.seed(None if seed is None else seed & 0xFFFFFFFF)
 
 
-def _limit_memory(address_space: int | None, session: bool) -> None:
-    """For the code to come; None: as much as the process may have. The next cell of a session may have more."""
-    _, hard = _getrlimit(_RLIMIT_AS)
-    if address_space is not None:
-        _setrlimit(_RLIMIT_AS, (address_space, hard if session else address_space + ANSWER_ROOM))
-    elif hard != _INFINITY:
-        _setrlimit(_RLIMIT_AS, (hard - ANSWER_ROOM, hard))
-
-
-def _limit_memory_no_more() -> None:
-    _, hard = _getrlimit(_RLIMIT_AS)
-    _setrlimit(_RLIMIT_AS, (hard, hard))
+def _hard_limit() -> int:
+    """Bytes of address space that this process can have at most."""
+    return _getrlimit(_RLIMIT_AS)[1]
 
 
 def _set_stdin(text: str) -> None:
@@ -208,6 +206,7 @@ class Executor:
 
     def __init__(self, output_limit: int) -> None:
         self._limit = output_limit
+        self._hard = _hard_limit()
         null = os.open(os.devnull, os.O_RDWR)
         self._rehearse(null)
         os.close(null)
@@ -240,6 +239,7 @@ class Executor:
         gc.enable()
         sys.setrecursionlimit(sys.getrecursionlimit() + _depth())  # the code has all of it
         own = _getpid()
+        self._hard = _hard_limit()
         _write(CONTROL, READY)
         count = 0
         while True:
@@ -270,7 +270,7 @@ class Executor:
             _reseed(request["seed"])
         started = _clock()
         try:
-            _limit_memory(request["address_space"], session)
+            self._limit_memory(request["address_space"], session)
             if request["stdin"] is not None:
                 _set_stdin(request["stdin"])
             if request["files"]:
@@ -287,25 +287,45 @@ class Executor:
             outcome = semantics.run(request["code"], filename, self._namespace, *limits, echo=request["echo"])
         # As an interpreter does at its end; a session goes on.
         at_end = () if session else (_wait_for_threads, _run_exit_functions)
-        for finish in (*at_end, _limit_memory_no_more, self._out.flush, self._err.flush):
+        for finish in (*at_end, self._limit_memory_no_more, self._out.flush, self._err.flush):
             try:
                 finish()
             except _BaseException:
                 pass
         wall = _clock() - started
         files: list[bytes | None] = []
-        try:
-            files = _read_files(request["fetch"])
-        except _MemoryError:
-            outcome = semantics.Outcome("MemoryError while the files to fetch were read", "memory")
-        answer = outcome._asdict() | {
+        if request["fetch"]:
+            try:
+                files = _read_files(request["fetch"])
+            except _MemoryError:
+                outcome = semantics.Outcome("MemoryError while the files to fetch were read", "memory")
+        answer = {
             "nonce": request["nonce"],
+            "error": outcome.error,
+            "limit": outcome.limit,
+            "result": outcome.result,
+            "exit_code": outcome.exit_code,
             "wall": wall,
             "max_rss": _usage(_SELF).ru_maxrss * 1024,
-            "written": [writer.total for writer in self._writers],
-            "files": [None if data is None else _len(data) for data in files],
+            "written": [self._writers[0].total, self._writers[1].total],
+            "files": [None if data is None else _len(data) for data in files] if files else files,
         }
-        return [pack(answer), *(data for data in files if data)]
+        return [pack(answer), *[data for data in files if data]] if files else [pack(answer)]
+
+    def _limit_memory(self, address_space: int | None, session: bool) -> None:
+        """For the code to come; None: as much as the process may have. The next cell of a session may have more."""
+        if address_space is not None:
+            self._hard = self._hard if session else address_space + ANSWER_ROOM
+            _setrlimit(_RLIMIT_AS, (address_space, self._hard))
+        elif self._hard != _INFINITY:
+            _setrlimit(_RLIMIT_AS, (self._hard - ANSWER_ROOM, self._hard))
+
+    def _limit_memory_no_more(self) -> None:
+        try:
+            _setrlimit(_RLIMIT_AS, (self._hard, self._hard))
+        except _ValueError:  # the code has lowered it, for good
+            self._hard = _hard_limit()
+            _setrlimit(_RLIMIT_AS, (self._hard, self._hard))
 
     def _answer_without(self, request: dict[str, Any], error: BaseException) -> bytes:
         """That the code ended, where a whole answer cannot be made."""

@@ -27,9 +27,11 @@ _exact = str.__str__
 _print, _bytearray, _name_of, _low_byte = print, bytearray, type.__dict__["__name__"].__get__, int.__and__
 _compile, _exec, _eval = compile, exec, eval
 _LIMIT_ERRORS = {errno.ENOSPC: "disk", errno.EFBIG: "file_size", errno.EMFILE: "open_files"}
-_BaseException, _MemoryError, _SystemExit, _OSError = BaseException, MemoryError, SystemExit, OSError
-_RecursionError, _SyntaxError = RecursionError, SyntaxError
+_BaseException, _Exception, _SystemExit, _OSError = BaseException, Exception, SystemExit, OSError
+_MemoryError, _RecursionError = MemoryError, RecursionError
 _Expr, _Expression, _ONLY_AST = ast.Expr, ast.Expression, ast.PyCF_ONLY_AST
+_NO_EXPRESSION = frozenset(["", *" \t\f#@)]}"])
+"""What no line begins with that is an expression by itself."""
 _FUTURE_FLAGS = sum(vars(__future__)[name].compiler_flag for name in __future__.all_feature_names)
 _TracebackException, _StackSummary = traceback.TracebackException, traceback.StackSummary
 
@@ -138,6 +140,9 @@ def _compiled(code: str, filename: str, echo: bool) -> tuple[_Code | None, _Code
     """All but a bare last expression, and that expression; None for what there is none of."""
     if not echo:
         return _compile(code, filename, "exec", 0, True), None
+    split = _split_before_last_line(code, filename)
+    if split is not None:
+        return split
     try:
         tree = _compile(code, filename, "exec", _ONLY_AST, True)
     except _RecursionError:  # the compiler itself may go deeper
@@ -154,6 +159,24 @@ def _compiled(code: str, filename: str, echo: bool) -> tuple[_Code | None, _Code
         if last is None:
             return _compile(code, filename, "exec", 0, True), None
         return _compiled_from_text(code, last, filename)
+
+
+def _split_before_last_line(code: str, filename: str) -> tuple[_Code | None, _Code] | None:
+    """As `_compiled`, of code whose last line is an expression, in half the time: without a syntax tree as objects.
+
+    None where it is not known. What stands before a line compiles by itself only if no string, bracket or statement
+    goes on in that line.
+    """
+    start = code.rfind("\n", 0, _len(code.rstrip())) + 1
+    before, last = code[:start], code[start:]
+    if last[:1] in _NO_EXPRESSION or "\r" in code or "__future__" in before:
+        return None
+    try:
+        expression = _compile("\n" * before.count("\n") + last, filename, "eval", 0, True)
+        body = None if not before or before.isspace() else _compile(before, filename, "exec", 0, True)
+    except _Exception:
+        return None
+    return body, expression
 
 
 def _compiled_from_text(code: str, last: ast.Expr, filename: str) -> tuple[_Code, _Code]:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _START_GRACE = 30.0
 _EXIT_SECONDS = 10.0
+_CHUNK = 1 << 16
 _MESSAGES_AT_ONCE = 8
 """In each direction, so that the event loop has other work between them."""
 
@@ -77,8 +78,11 @@ class NotStarted(Exception):
     """The broker ended before the call began: another one can run it."""
 
 
-class JailClient(asyncio.Protocol):
+class JailClient(asyncio.BufferedProtocol):
     """Starts a broker and talks to it. `off`: layers to leave out, for tests that show what each one stops."""
+
+    _loop: asyncio.AbstractEventLoop
+    """The one that it was started in."""
 
     def __init__(self, policy: SandboxPolicy, off: frozenset[str] = frozenset()) -> None:
         self._policy, self._off = policy, off
@@ -95,6 +99,7 @@ class JailClient(asyncio.Protocol):
         self._started = StartedCalls.create()
         """Those that run, or have run, by the broker's own note: it outlives the broker."""
         self._received = Frames()
+        self._buffer = memoryview(bytearray(_CHUNK))
         self._to_send: collections.deque[bytes] = collections.deque()
         self._reading = self._writing = False
         self._ending: asyncio.Task[None] | None = None
@@ -130,9 +135,9 @@ class JailClient(asyncio.Protocol):
             await self.close()
             raise SandboxUnavailable(f"cannot start the sandbox's broker with {start[0]}: {error}") from error
         ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        self._ready = loop.create_future()
-        await loop.create_connection(lambda: self, sock=ours)
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        await self._loop.create_connection(lambda: self, sock=ours)
         self._write(config)
         try:
             await asyncio.wait_for(self._ready, self._policy.startup_timeout + _START_GRACE)
@@ -191,7 +196,7 @@ class JailClient(asyncio.Protocol):
         return links, work
 
     async def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The broker's answer. Cancelling the caller ends the call.
+        """The broker's answer to `message`, which gets a number. Cancelling the caller ends the call.
 
         Raises SandboxUnavailable when the broker ended while the call ran, NotStarted when it had not begun.
         """
@@ -199,9 +204,10 @@ class JailClient(asyncio.Protocol):
             raise SandboxUnavailable(self.failure or "the sandbox's broker is not running")
         self._count += 1
         identity = self._count
-        future = asyncio.get_running_loop().create_future()
+        future = self._loop.create_future()
         self._started.clear(identity)
-        self._write(message | {"id": identity})
+        message["id"] = identity
+        self._write(message)
         self._waiting[identity] = future, message.get("session")
         try:
             return await future
@@ -241,8 +247,13 @@ class JailClient(asyncio.Protocol):
 
     def _write(self, message: dict[str, Any]) -> None:
         self._to_send.append(pack(message))  # what JSON cannot hold is refused here, where the caller is
+        self._write_soon()
+
+    def _write_soon(self) -> None:
+        """With what else is to be written until then."""
         if not self._writing:
-            self._write_some()
+            self._writing = True
+            self._loop.call_soon(self._write_some)
 
     def _write_some(self) -> None:
         """A few messages in one system call."""
@@ -251,13 +262,12 @@ class JailClient(asyncio.Protocol):
             return
         count = min(len(self._to_send), _MESSAGES_AT_ONCE)
         if count:
-            self._transport.write(b"".join(self._to_send.popleft() for _ in range(count)))
-        # Also after the last one: what follows at once goes out together.
-        self._writing = count > 0
+            self._transport.write(b"".join([self._to_send.popleft() for _ in range(count)]))
+        self._writing = bool(self._to_send)
         if self._writing:
-            asyncio.get_running_loop().call_soon(self._write_some)
+            self._loop.call_soon(self._write_some)
 
-    # asyncio.Protocol
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -267,7 +277,7 @@ class JailClient(asyncio.Protocol):
         while self._read_answers():
             pass  # its last words come first
         self.alive = False
-        self._ending = asyncio.get_running_loop().create_task(self._fail())
+        self._ending = self._loop.create_task(self._fail())
 
     async def _fail(self) -> None:
         """Tell all who wait why there will be no answer."""
@@ -287,15 +297,19 @@ class JailClient(asyncio.Protocol):
                 future.set_exception(SandboxUnavailable(self.failure) if started else NotStarted(self.failure))
         self._waiting.clear()
 
-    def data_received(self, data: bytes) -> None:
-        self._received.feed(data)
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._received.feed(self._buffer[:nbytes])
         if not self._reading:
             self._read_some()
 
     def _read_some(self) -> None:
         self._reading = self._read_answers()
+        self._write_soon()  # right after those who got these have made their next calls
         if self._reading:
-            asyncio.get_running_loop().call_soon(self._read_some)
+            self._loop.call_soon(self._read_some)
 
     def _read_answers(self) -> bool:
         """Hand out a few; whether there may be more."""

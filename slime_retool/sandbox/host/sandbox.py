@@ -106,11 +106,14 @@ class Sandbox:
         """The answer of a broker: of the next one when a broker ended before the call began."""
         arrived = time.monotonic()
         for _ in range(_MAX_BROKERS):
-            client = await self._running_client()
+            client = self._client
+            if client is None or not client.alive:
+                client = await self._running_client()
             if message.get("session") in self._lost_sessions:
                 raise SandboxUnavailable(f"session {message['session']!r} is lost: the sandbox's broker ended")
             try:
-                return await client.call(message | {"waited": time.monotonic() - arrived})
+                message["waited"] = time.monotonic() - arrived
+                return await client.call(message)
             except NotStarted as error:
                 reason = str(error)
         raise SandboxUnavailable(f"{_MAX_BROKERS} brokers ended before the call began: {reason}")
@@ -126,8 +129,6 @@ class Sandbox:
         return (await self._call({"op": "stats"}))["stats"]
 
     async def _running_client(self) -> JailClient:
-        if self._client is not None and self._client.alive:
-            return self._client
         async with self._starting:
             if self._client is None:
                 raise SandboxUnavailable("the sandbox is closed: make calls inside `async with Sandbox(...)`")
@@ -194,6 +195,8 @@ def refusal(code: str, stdin: str | None, files: Mapping[str, bytes], policy: Sa
     size, most = _bytes(code), policy.max_code_bytes
     if size > most:
         return Result(Status.ERROR, error=f"the code has {size} bytes; at most {most} are run")
+    if not (stdin or files):
+        return None
     size, most = _bytes(stdin or "") + sum(map(len, files.values())), policy.max_disk_mb << 20
     if size > most or len(files) > policy.max_inodes:
         what = f"standard input and {len(files)} files have {size} bytes"
@@ -208,5 +211,6 @@ def _bytes(text: str) -> int:
 
 def _result(answer: dict[str, Any]) -> Result:
     del answer["id"]
-    files = {name: base64.b64decode(content) for name, content in answer.get("files", {}).items()}
-    return Result(**answer | {"status": Status(answer["status"]), "files": files})
+    answer["status"] = Status(answer["status"])
+    answer["files"] = {name: base64.b64decode(content) for name, content in answer.get("files", {}).items()}
+    return Result(**answer)
