@@ -39,6 +39,7 @@ def enter_container(uid: int) -> None:
     """Own namespaces; the interpreter and the checkout stay reachable for `uid` although a home may be closed to it."""
     root = os.geteuid() == 0
     ids = os.getuid(), os.getgid()
+    another = uid != os.getuid()  # within its own namespace this user has another number
     flags = namespaces.NEWNS | namespaces.NEWPID | namespaces.NEWNET | namespaces.NEWIPC
     namespaces.unshare(flags if root else flags | namespaces.NEWUSER)
     if not root:
@@ -52,16 +53,16 @@ def enter_container(uid: int) -> None:
         mount("tmpfs", str(folder), "tmpfs", data="mode=777")
     tempfile.tempdir = str(TEMPORARY)
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
-    if uid != os.getuid():
+    if another:
         open_paths([Path(p).resolve() for p in (sys.base_prefix, sys.prefix, Path(__file__).parents[1])])
 
 
 def become(uid: int) -> None:
-    if uid != os.getuid():
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+    """Another user; only root can."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
@@ -309,8 +310,10 @@ def load(path: Path) -> list[dict[str, Any]]:
 def main() -> None:
     level, uid = sys.argv[1], int(sys.argv[2])
     cases = [case for path in sys.argv[3:] for case in load(Path(path))]
+    another = uid != os.getuid()
     enter_container(uid)
-    become(uid)
+    if another:
+        become(uid)
     try:
         failures = asyncio.run(attack(cases, level))
     except SandboxUnavailable as error:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,8 +39,12 @@ ONLY_LANDLOCK = LEVELS[LEVELS.index("landlock") :] if "landlock" in LEVELS else 
 
 def processes(broker: int, role: str) -> list[int]:
     """Those that the broker started as `role`."""
-    children = Path(f"/proc/{broker}/task/{broker}/children").read_text().split()
-    return [int(pid) for pid in children if role.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in Path(f"/proc/{broker}/task/{broker}/children").read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended in between
+            if role.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 def open_folder(path: Path) -> int:
@@ -151,6 +156,7 @@ def as_ordinary_user(path: Path, act: str) -> str:
     code = f"""
 import os, sys
 sys.path.insert(0, {str(TESTS.parent)!r})
+from contextlib import suppress
 from pathlib import Path
 from slime_retool.sandbox.broker import trees
 if os.getuid() == 0:
