@@ -98,7 +98,8 @@ class _Server:
         app = web.Application(client_max_size=room)
         app.router.add_post("/run_code", self._run_code, expect_handler=_expect)
         app.router.add_get("/v1/ping", _ping, expect_handler=_expect)
-        app.router.add_route("*", "/{path:.*}", _not_found, expect_handler=_expect)
+        app.router.register_resource(rest := _Anything("/"))
+        rest.add_route("*", _not_found, expect_handler=_expect)
         app.cleanup_ctx.append(self._sandbox)
         return app
 
@@ -163,6 +164,13 @@ async def _ping(_: web.Request) -> web.Response:
 
 async def _not_found(_: web.Request) -> web.Response:
     return web.json_response({"detail": "there are POST /run_code and GET /v1/ping"}, status=404)
+
+
+class _Anything(web.PlainResource):
+    """Every path, and what is none, as in `OPTIONS *`, which no pattern matches."""
+
+    def _match(self, path: str) -> dict[str, str] | None:
+        return {}
 
 
 async def _expect(request: web.Request) -> web.Response | None:
