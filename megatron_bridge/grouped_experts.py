@@ -19,8 +19,13 @@ from torch import Tensor
 
 from megatron_bridge.host import send
 
-GROUPED_ALIGNMENT = 16
+_ALIGNMENT = 16
 """Bytes that rows of torch's grouped product must be a multiple of."""
+
+
+def is_aligned(weights: Tensor) -> bool:
+    """Whether torch's grouped product takes matrices [..., out, in] of this shape and dtype."""
+    return all(width * weights.element_size() % _ALIGNMENT == 0 for width in weights.shape[-2:])
 
 
 def one_block(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -130,8 +135,7 @@ def takes_one_product(weight: Tensor) -> bool:
 
     Elsewhere its product is a loop as well, which waits for the GPU besides.
     """
-    aligned = all(width * weight.element_size() % GROUPED_ALIGNMENT == 0 for width in weight.shape)
-    return weight.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability() >= (9, 0)
+    return weight.dtype == torch.bfloat16 and is_aligned(weight) and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def use_one_product(linear: Any) -> None:

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_bridge.grouped_experts import GROUPED_ALIGNMENT, group_ends
+from megatron_bridge.grouped_experts import group_ends, is_aligned
 from megatron_bridge.lora_spec import EXPERT_TARGETS, LORA_A, LORA_B, TARGET_MODULES, LoraSpec, expert_module
 
 
@@ -192,8 +192,7 @@ class _OneOfMany:
 
 def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
     """Every expert's matrix on its own rows: [T, in], [experts, out, in], tokens of each -> [T, out]."""
-    widths = weights.shape[1:]
-    if all(width * x.element_size() % GROUPED_ALIGNMENT == 0 for width in widths):
+    if is_aligned(weights):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=group_ends(tokens_per_expert, x.device))
     parts = x.split(list(tokens_per_expert))
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)])

@@ -156,7 +156,6 @@ def as_ordinary_user(path: Path, act: str) -> str:
     code = f"""
 import os, sys
 sys.path.insert(0, {str(TESTS.parent)!r})
-from contextlib import suppress
 from pathlib import Path
 from slime_retool.sandbox.broker import trees
 if os.getuid() == 0:
