@@ -14,7 +14,8 @@ drawn, log-uniform from --shortest to --response tokens.
 
 The figure is the ratio of the mean step times, the first `--warmup` steps left out: with K = 1 short and long steps
 take turns, so medians say nothing. Beside it the JSON has what K = 1 costs: tokens read again, staleness, dropped
-samples.
+samples; and what an evaluation after the last step found, where the flags ask for one (--eval-prompt-data, with
+--eval-interval as large as --rollouts).
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ def means(rows: Sequence[Row], warmup: int) -> dict[str, float]:
     return {name: fmean(row[name] for row in steady) for name in REPORTED if all(name in row for row in steady)}
 
 
+def evaluated(row: Row) -> dict[str, Any]:
+    """Accuracy of each evaluation set after a step, with its 95 % interval; none where nothing was evaluated."""
+    wanted = ("/acc/mean@1", "/acc/mean@1/low", "/acc/mean@1/high")
+    return {name: value for name, value in row.items() if name.startswith("val-") and name.endswith(wanted)}
+
+
 def flags_of(args: argparse.Namespace, work: Path) -> list[object]:
     """Of both runs."""
     from traces import build_prompt_rows, write_jsonl
@@ -105,6 +112,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             [*flags, "--max-staleness", staleness], work / f"run_{staleness}", args.timeout, SHOWN, partial=True
         )
         figures[f"staleness_{staleness}"] = {"rollouts": len(rows), **means(rows, args.warmup)}
+        if accuracy := evaluated(rows[-1]):
+            figures[f"staleness_{staleness}"]["evaluation"] = accuracy
         if args.rewards:
             figures[f"staleness_{staleness}"]["rewards"] = [round(row["rollout/reward_mean"], 4) for row in rows]
     before, after = (figures[f"staleness_{staleness}"] for staleness in (0, args.max_staleness))

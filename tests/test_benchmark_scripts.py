@@ -345,6 +345,8 @@ def test_the_steps_of_a_stream_are_averaged_after_the_warm_up() -> None:
     assert stream_step.means(rows, 2) == {"perf/step_seconds": 5.0}
     with pytest.raises(ValueError, match="4 steps were done in time, and 4 are the warm-up"):
         stream_step.means(rows, 4)
+    row = {"val-core/gsm8k/acc/mean@1": 0.5, "val-aux/gsm8k/acc/mean@1/low": 0.4, "val-aux/gsm8k/acc/maj@1": 0.5}
+    assert list(stream_step.evaluated(row | rows[0]).values()) == [0.5, 0.4]
     names = [
         stream_step.metric_name(stream_step.build_parser().parse_args(words))
         for words in ([], ["--layout", "shared"], ["--lengths"], ["--lengths", "--layout", "shared"])

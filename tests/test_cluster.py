@@ -148,6 +148,23 @@ def test_what_a_server_does_not_say_is_not_made_up_and_raises_what_is_documented
             EngineAdmin(url).set_weight_version(1)
 
 
+@pytest.mark.parametrize(("staleness", "before"), [(0, ["pause", "settle", "flush_cache"]), (1, ["pause", "settle"])])
+def test_engines_that_keep_their_cache_give_back_their_weights(staleness, before, monkeypatch):
+    """What they have read goes with the weights that read it, unless conversations go on over the update."""
+    config = Config(
+        device="cpu", colocate=True, offload_rollout=True, offload_rollout_cache=False, max_staleness=staleness
+    )
+    engine = mock.Mock()
+    engines = Engines(config)
+    monkeypatch.setattr(Engines, "_admins", [engine])
+    engines.release("weights", "kv_cache")
+    engines.release("weights", "kv_cache")
+    engines.resume_memory("weights")
+    engines.resume_memory("kv_cache")
+    calls = [(call[0], *call[1]) for call in engine.method_calls]
+    assert calls == [*((name,) for name in before), ("release_memory", ["weights"]), ("resume_memory", ["weights"])]
+
+
 @pytest.mark.parametrize(("update", "given_back"), [("merged", ["kv_cache", "weights"]), ("adapters", ["kv_cache"])])
 def test_engines_that_are_sent_adapters_alone_keep_their_weights(update, given_back, monkeypatch):
     config = Config(device="cpu", colocate=True, offload_rollout=True, lora_rank=4, lora_weight_update=update)

@@ -357,6 +357,13 @@ BAD = {
         {"--lora-rank": "4", "--lora-weight-update": "adapters", "--sglang-speculative-algorithm": "EAGLE3"},
         "with NGRAM only, got --sglang-speculative-algorithm EAGLE3",
     ),
+    "an engine with adapters that gives back nothing": (
+        {
+            "--lora-rank": "4", "--lora-weight-update": "adapters", "--offload-rollout": None,
+            "--no-offload-rollout-cache": None,
+        },
+        "leaves them nothing to give back; use --no-offload-rollout",
+    ),
     "an engine's adapters set by hand": (
         {"--sglang-max-lora-rank": "8"}, "--sglang-max-lora-rank cannot be passed through: --max-lora-rank is set from"
     ),

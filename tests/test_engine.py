@@ -13,6 +13,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.engine.checksum import tensor_checksum
+from slime_retool.engine.loads import ask, counters
 from slime_retool.engine.process import answers
 from slime_retool.errors import EngineError, WeightUpdateError
 from slime_retool.protocols import Completion
@@ -285,7 +287,7 @@ def test_an_engine_answers_after_it_gave_back_its_memory_and_took_it_again(runni
     admin = running.admin
     before = generate(running, [PROMPT], temperature=0.0, max_new_tokens=8, ignore_eos=True)[0]
     admin.pause()
-    admin.flush_cache()
+    admin.settle()
     admin.release_memory(["weights", "kv_cache"])
     assert answers(f"{admin.url}/health")
     admin.resume_memory(["weights"])
@@ -295,6 +297,27 @@ def test_an_engine_answers_after_it_gave_back_its_memory_and_took_it_again(runni
     admin.resume()
     after = generate(running, [PROMPT], temperature=0.0, max_new_tokens=8, ignore_eos=True)[0]
     assert after.ids == before.ids and after.cached_tokens == 0
+
+
+def test_an_engine_that_keeps_its_cache_gives_back_its_weights_as_soon_as_requests_have_ended(running: Running):
+    """SGLang ends itself when it is asked while a batch is still there, which an answer's arrival does not tell."""
+    admin, prompt = running.admin, [*PROMPT, 7]
+    admin.flush_cache()
+    for _ in range(5):
+        with ThreadPoolExecutor(1) as pool:
+            running_request = pool.submit(generate, running, [prompt] * 4, max_new_tokens=450, ignore_eos=True)
+            while not running_request.done() and counters(ask(admin.url))["running requests"] < 4:
+                time.sleep(0.01)
+            admin.pause()
+            admin.settle()
+            admin.release_memory(["weights"])
+            cut = running_request.result()
+        assert all(completion.finish_reason == "abort" for completion in cut)
+        admin.resume_memory(["weights"])
+        admin.resume()
+    longest = max(cut, key=lambda completion: len(completion.ids))
+    again = generate(running, [prompt + longest.ids], max_new_tokens=1)[0]
+    assert again.cached_tokens >= len(prompt + longest.ids) - 2
 
 
 def test_a_refused_update_raises_with_the_servers_words(running: Running):

@@ -33,7 +33,7 @@ if [[ "${FORM}" == short ]]; then
   MOST_TRACES="${MOST_TRACES:-12000}"
   MOST_CONVERTED="${MOST_CONVERTED:-3000}" # worked answers as programs, where the writer solved none
   PER_QUESTION="${PER_QUESTION:-2}"      # different programs of one question in the SFT data
-  RL_STEPS="${RL_STEPS:-24}"
+  RL_STEPS="${RL_STEPS:-32}"
   EVAL_EVERY="${EVAL_EVERY:-${RL_STEPS}}" # rollouts
   RL_LR="${RL_LR:-6e-6}"
   RESPONSE="${RESPONSE:-512}"            # tokens of an RL response
@@ -383,7 +383,7 @@ train_rl() {
   engine=("${ENGINE[@]}")
   if (( ON_GPU )); then
     # Trainer and engine keep their memory: several runs share the GPU, and none may find its place taken.
-    engine+=(--no-offload-train --no-offload-rollout --sglang-mem-fraction-static 0.5)
+    engine+=(--no-offload-train --no-offload-rollout --sglang-mem-fraction-static 0.8)
     engine+=(--sglang-max-total-tokens "${CACHE_TOKENS}")
   fi
   launch "${run}" "${PYTHON}" -m slime_retool.train --device "${DEVICE}" --hf-checkpoint "${start}" --ref-load "${reference}" \

@@ -231,7 +231,7 @@ class Engines:
             if before.get(number) != url:
                 engine = self._admin(url)
                 engine.pause()
-                engine.flush_cache()
+                engine.settle()
                 engine.release_memory(sorted(self._released))
         return dropped
 
@@ -274,12 +274,17 @@ class Engines:
 
     def release(self, *tags: MemoryTag) -> None:
         """Pause, and give back memory, where --offload-rollout says so; what is given back already stays so."""
+        config = self._config
         # Weights that no update sends again stay.
-        kept: set[MemoryTag] = {"weights"} if self._config.serves_adapters else set()
+        kept: set[MemoryTag] = {"weights"} if config.serves_adapters else set()
+        if not config.offloads_cache:
+            kept.add("kv_cache")
         wanted: list[MemoryTag] = [tag for tag in tags if tag not in self._released | kept]
-        if self._config.offloads_rollout and wanted:
+        if config.offloads_rollout and wanted:
             every_engine(self._admins, lambda engine: engine.pause())
-            every_engine(self._admins, lambda engine: engine.flush_cache())
+            every_engine(self._admins, lambda engine: engine.settle())
+            if not (config.offloads_cache or config.keeps_cache):  # its release empties it
+                every_engine(self._admins, lambda engine: engine.flush_cache())
             every_engine(self._admins, lambda engine: engine.release_memory(wanted))
             self._released.update(wanted)
 

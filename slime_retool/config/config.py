@@ -305,9 +305,14 @@ class Config(
         return self.colocate and self.on_cuda if self.offload_rollout is None else self.offload_rollout
 
     @property
+    def offloads_cache(self) -> bool:
+        """Whether they give back their KV cache, too."""
+        return self.offloads_rollout and self.offload_rollout_cache
+
+    @property
     def keeps_cache(self) -> bool:
         """Whether engines keep what they have read when their weights are updated."""
-        return self.max_staleness > 0 and not self.offloads_rollout
+        return self.max_staleness > 0 and not self.offloads_cache
 
     @property
     def eval_sets(self) -> list[tuple[str, str]]:

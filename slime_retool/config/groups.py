@@ -71,6 +71,11 @@ class ClusterArgs:
         None,
         help="Give back the engines' weights and KV cache while the trainer works (default: with --colocate on GPUs).",
     )
+    offload_rollout_cache: bool = flag(
+        True,
+        help="With --offload-rollout give back the KV cache too. --no-offload-rollout-cache: engines keep it, so that "
+        "with --max-staleness conversations go on after an update without being read again; the trainer has less room.",
+    )
     update_weight_transport: str = flag(
         "auto",
         metavar="NAME",

@@ -36,6 +36,11 @@ def check_served_adapters(config: Config) -> None:
     if not config.serves_adapters:
         return
     flag, merged = "--lora-weight-update adapters", "use --lora-weight-update merged"
+    require(
+        not config.offloads_rollout or config.offload_rollout_cache,
+        f"--no-offload-rollout-cache with {flag}, whose engines keep their weights, leaves them nothing to give back; "
+        "use --no-offload-rollout",
+    )
     of_experts = [target for target in config.lora_target_modules if target in EXPERT_TARGETS]
     attention = " ".join(target for target in TARGET_MODULES if target not in EXPERT_TARGETS)
     require(

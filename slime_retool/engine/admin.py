@@ -4,7 +4,7 @@ The order of a weight update (each step for every engine before the next):
 
     pause()  ->  flush_cache()  ->  update_weights_from_*(...) per bucket  ->  set_weight_version()  ->  resume()
 
-Between generating and training on the same GPUs: pause(), flush_cache(), release_memory(tags), and back with
+Between generating and training on the same GPUs: pause(), settle(), release_memory(tags), and back with
 resume_memory(tags), resume().
 
 SGLang flushes its cache by itself after an update, but asserts that this works, and a failed assertion ends the
@@ -76,6 +76,13 @@ class EngineAdmin:
     def pause(self) -> None:
         """End running requests (finish reason "abort"); returns when none is left. New ones wait until `resume`."""
         self._post("/pause_generation", {"mode": "abort"})
+
+    def settle(self) -> None:
+        """After `pause`: let go of what has ended, and begin nothing until `resume`. The cache stays as it is.
+
+        A request's answer leaves the server before the scheduler has put its batch away.
+        """
+        self._post("/pause_generation", {"mode": "retract"})
 
     def abort(self) -> None:
         """Tell running requests to end (finish reason "abort", with what they have); returns at once."""
@@ -163,7 +170,7 @@ class EngineAdmin:
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Give back the device memory of these parts; what it held is lost.
 
-        The engine must be paused and its cache flushed: SGLang ends itself when a request is running. Without
+        The engine must be paused and settled: SGLang ends itself when a request is running. A cache is emptied. Without
         --enable-memory-saver the memory stays where it is.
         """
         self._post("/release_memory_occupation", {"tags": list(tags)})

@@ -135,12 +135,14 @@ def memory_of_moments(
         state = trainer.weights + trainer.gradients + trainer.optimizer + trainer.others
         # An engine that is sent adapters alone keeps its weights.
         asleep = ENGINE_RUNTIME_BYTES + (engine.weights + engine.adapters if config.serves_adapters else 0)
+        cache = 0 if config.offloads_cache else engine.kv_cache
+        asleep += cache
         moments["training"] += asleep if config.offloads_rollout else engine.total
         moments["generating"] += trainer.runtime + (0 if config.offloads_train else state)
         if config.offloads_train and config.offloads_rollout:
             # After training only weights stay; engines take room for theirs, and for their cache when it has left.
             buckets = 2 * config.update_weight_buffer_size
-            held = engine.weights + engine.adapters + engine.runtime
+            held = engine.weights + engine.adapters + engine.runtime + cache
             moments["updating"] = trainer.weights + trainer.runtime + held + buckets
     moments |= {f"training the {name}": held for name, held in apart.items()}
     return trainer, engine, moments

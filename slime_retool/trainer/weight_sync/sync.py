@@ -82,7 +82,7 @@ class WeightSync:
     def update(self, *, asleep: bool = False) -> int:
         """Send all weights to all engines; returns the new weight version. Collective.
 
-        With `asleep` the engines are paused and flushed already, and stay paused: their cache has no memory yet.
+        With `asleep` the engines are paused already, and stay so: what they had read is gone, or kept on purpose.
         Raises WeightUpdateError on every rank when any engine refused or a step took too long.
         """
         self._send(self.weight_version + 1, asleep)
