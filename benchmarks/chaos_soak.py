@@ -106,8 +106,8 @@ class Soak(Quickstart):
             *self._rl(), "--output-dir", str(folder), "--save", str(folder / "checkpoints"),
             "--num-rollout", str(steps), "--eval-interval", str(steps), "--save-interval", "2", "--save-keep", "2",
             "--rollout-num-gpus", "2", "--actor-num-gpus-per-node", "2", "--engine-hang-timeout", "20",
-            "--max-engine-restarts", "100000", "--max-restarts", "100000", "--skip-eval-before-train", "--no-progress",
-            *flags,
+            "--sglang-startup-timeout", "180", "--max-engine-restarts", "100000", "--max-restarts", "100000",
+            "--skip-eval-before-train", "--no-progress", *flags,
         ]  # fmt: skip
 
 

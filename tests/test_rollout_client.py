@@ -358,7 +358,12 @@ async def test_while_no_engine_serves_requests_wait_and_then_go_to_the_new_route
             service.url = service.real
 
     async with kept([lost], come_back_later) as (client, service):
-        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+        request = asyncio.create_task(client.generate([1, 2], {}))
+        while service.looks < 2:
+            await asyncio.sleep(0)
+        assert client.waiting == 1
+        assert (await request).ids == [5, 6, 7]
+        assert client.waiting == 0
     assert service.looks == 5
 
 

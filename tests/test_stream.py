@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -435,7 +436,14 @@ class Client(Model):
 
     def __init__(self, url: str, *, concurrency: int, **_: Any) -> None:
         super().__init__(length_by(7, 300), version=int(url))
-        self.concurrency = concurrency
+        self.concurrency, self.waiting, self.serves = concurrency, 0, True
+
+    async def generate(self, *args: Any, **options: Any) -> Completion:
+        self.waiting += 1
+        while not self.serves:
+            await asyncio.sleep(0.001)
+        self.waiting -= 1
+        return await super().generate(*args, **options)
 
     def take_stats(self) -> EngineStats:
         return EngineStats(prompt_tokens=100, cached_tokens=50, completion_tokens=50)
@@ -462,6 +470,26 @@ def do_update(manager: RolloutManager) -> None:
         manager.drained(0.01)
     client.version += 1
     manager.go_on(client.version)
+
+
+def test_conversations_that_wait_for_an_engine_do_not_hold_up_the_update_that_it_waits_for(tmp_path, monkeypatch):
+    """Engines that started anew while the trainer worked get their weights by the update, and serve after it."""
+    with rl_manager(tmp_path, monkeypatch) as manager:
+        manager.connect("1")
+        manager.go_on(1)
+        manager.generate(0)
+        client = manager._client
+        client.serves = False
+        client.abort()
+        while not client.waiting:
+            time.sleep(0.001)
+        do_update(manager)
+        assert client.running == 0
+        client.serves = True
+        batch = manager.generate(1)
+    assert len(batch.samples) == 12
+    for sample in batch.samples:
+        check_tokens(sample, 2, 1)
 
 
 def test_a_manager_saves_and_resumes_what_is_open(tmp_path, monkeypatch):

@@ -58,6 +58,8 @@ class RouterClient(JsonClient):
         if adapter is not None:
             self._body["lora_path"] = adapter
         self._unnamed = count()
+        self.waiting = 0
+        """Requests that are at no engine: none serves."""
         self._one_look = asyncio.Lock()
         self._looked = -math.inf
 
@@ -78,9 +80,13 @@ class RouterClient(JsonClient):
 
     async def _until_serving(self) -> None:
         assert self._service is not None
-        while not self._service.serving:
-            await asyncio.sleep(SERVING_POLL_SECONDS)
-            await self._look()
+        self.waiting += 1
+        try:
+            while not self._service.serving:
+                await asyncio.sleep(SERVING_POLL_SECONDS)
+                await self._look()
+        finally:
+            self.waiting -= 1
 
     async def _engine_of(self, session: str | None) -> str:
         """The engine for a request that asks for experts: sglang-router 0.3.2 takes that out of a request.

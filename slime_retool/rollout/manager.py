@@ -30,6 +30,7 @@ from slime_retool.rollout.garbage_collection import settle_garbage_collector
 from slime_retool.rollout.held_out import held_out_samples
 from slime_retool.rollout.hooks import Hooks, cancel, row_checks
 from slime_retool.rollout.open_turns import Aside, OpenTurns
+from slime_retool.rollout.places import Places
 from slime_retool.rollout.replay import dump_batch
 from slime_retool.rollout.routing import RouterShape
 from slime_retool.rollout.sft_tokens import conversation_check
@@ -153,8 +154,11 @@ class RolloutManager:
             self._loop.call_soon_threadsafe(self._turns.hold)
 
     def drained(self, seconds: float) -> bool:
-        """Whether no request is at the engines, now or within so many seconds."""
-        return self._turns is None or self._call(self._turns.places.empty(seconds))
+        """Whether no request is at the engines, now or within so many seconds.
+
+        Those that wait for an engine, while none serves, go on by themselves when one has the new weights.
+        """
+        return self._turns is None or self._call(self._drained(self._turns.places, seconds))
 
     def go_on(self, version: int) -> None:
         """The engines hold weights `version`: generation goes on."""
@@ -269,6 +273,10 @@ class RolloutManager:
         if self._stream is None:
             self._stream = Stream(self._context, self.data, self._turns)
         return self._stream
+
+    async def _drained(self, places: Places, seconds: float) -> bool:
+        assert self._client is not None
+        return await places.empty(seconds) or places.running == self._client.waiting
 
     async def _go_on(self, version: int) -> None:
         stream = self._open_stream()

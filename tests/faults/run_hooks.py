@@ -11,9 +11,11 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from faults import fault_hooks
@@ -77,6 +79,17 @@ def loss(inputs: LossInputs) -> LossValue:
     return ppo_loss(inputs)
 
 
+def loss_that_kills_an_engine(inputs: LossInputs) -> LossValue:
+    """PPO's; its first call kills the run's engine, whose requests then wait while the weights move on."""
+    if once("engine"):
+        folder, server = os.environ["FAULTS_FOLDER"], ["-m", "sglang.launch_server"]
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.cmdline()[1:3] == server and process.environ().get("FAULTS_FOLDER") == folder:
+                    process.kill()
+    return ppo_loss(inputs)
+
+
 def die_while_saving() -> None:
     while not list(Path(os.environ["FAULTS_FOLDER"]).parent.glob("save/iter_*.part")):
         time.sleep(0.001)
@@ -84,3 +97,4 @@ def die_while_saving() -> None:
 
 
 FAULTY = Loss(name="faulty", function="faults.run_hooks.loss")
+KILLS_AN_ENGINE = Loss(name="kills an engine", function="faults.run_hooks.loss_that_kills_an_engine")

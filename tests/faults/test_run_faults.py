@@ -61,6 +61,29 @@ def test_a_run_outlives_its_trainers_broker_and_scorer_and_nothing_outlives_the_
         assert len(usable) == row["rollout/train_samples"] and row["train/logprob_abs_diff"] < 1e-4
 
 
+def test_an_update_goes_on_when_the_only_engine_died_while_trainers_worked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With --max-staleness requests run then. The engine's replacement can have no weights but those of the update."""
+    happened = tmp_path / "faults"
+    happened.mkdir()
+    monkeypatch.setenv("FAULTS_FOLDER", str(happened))
+    arguments = command(
+        model, tmp_path / "out", num_rollout=4, max_staleness=1, loss_type="faults.run_hooks.KILLS_AN_ENGINE",
+        rollout_max_response_len=160, rollout_num_gpus=1,
+    )  # fmt: skip
+    process, run = start([*arguments, "--use-tis", "--dump-rollouts"])
+    output, _ = process.communicate(timeout=1000)
+    assert process.returncode == 0, output
+    assert_nothing_left(run)
+    assert (happened / "engine").exists() and output.count("serves again") == 1
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "out" / "metrics.jsonl")}
+    assert [rows[step]["rollout/train_samples"] for step in range(4)] == [SAMPLES] * 4
+    files = [tmp_path / "out" / "rollouts" / f"rollout_{step:06d}.jsonl" for step in range(4)]
+    indices = [json.loads(line)["index"] for file in files for line in file.open()]
+    assert len(indices) == len(set(indices)) == 4 * SAMPLES
+
+
 def test_engines_that_start_do_not_outlive_the_driver(model: Path, tmp_path: Path):
     process, run = start(command(model, tmp_path))
     deadline = time.monotonic() + 600
