@@ -564,13 +564,17 @@ def test_a_schedule_over_epochs_is_checked_once_their_length_is_known(run_args):
 
 @pytest.mark.parametrize(
     ("flags", "package"),
-    [({"--use-tensorboard": None}, "tensorboard"), ({"--prometheus-port": "9400"}, "prometheus-client")],
+    [
+        ({"--use-tensorboard": None}, "tensorboard"),
+        ({"--prometheus-port": "9400"}, "prometheus-client"),
+        ({"--rm-type": "math_verify"}, "math-verify"),
+    ],
 )
-def test_a_tracker_whose_package_is_missing_is_named(flags, package, run_args, monkeypatch):
+def test_a_package_that_a_flag_needs_is_named_where_it_is_missing(flags, package, run_args, monkeypatch):
     module = package.replace("-", "_")
     checks = sys.modules["slime_retool.config.validate"]  # the package has a function of this name
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == module else object())
-    with pytest.raises(ConfigError, match=f"^{next(iter(flags))}: not installed; pip install {package}$"):
+    with pytest.raises(ConfigError, match=f"^{next(iter(flags))}.*: not installed; pip install {package}$"):
         checked(run_args | flags)
 
 

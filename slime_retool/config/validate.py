@@ -66,7 +66,7 @@ def validate(config: Config) -> None:
     warn_of_graphs(config)
     _check_tools(config)
     _check_hooks(config)
-    _check_trackers(config)
+    _check_packages(config)
     _check_room(config)
 
 
@@ -80,6 +80,7 @@ def validate_evaluation(config: Config) -> None:
         require_writable(config.output_dir, "--output-dir")
         _check_tools(config)
         _check_hooks(config)
+        _check_packages(config)
 
 
 def check_values(config: Config) -> None:
@@ -289,9 +290,10 @@ def _check_hooks(config: Config) -> None:
             load_function(path, flags.option_name(name))
 
 
-def _check_trackers(config: Config) -> None:
-    """The packages of trackers are there, and W&B's key."""
+def _check_packages(config: Config) -> None:
+    """The packages that some flags need are there, and W&B's key."""
     for flag, used, package in (
+        ("--rm-type math_verify", config.rm_type == "math_verify", "math-verify"),
         ("--use-tensorboard", config.use_tensorboard, "tensorboard"),
         ("--use-wandb", config.use_wandb, "wandb"),
         ("--prometheus-port", config.prometheus_port is not None, "prometheus-client"),
