@@ -84,6 +84,25 @@ class GenerationEngine(Protocol):
         ...
 
 
+class CachingEngine(Protocol):
+    """A `GenerationEngine` that can keep what it has read of some requests from others, and return experts or not."""
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        session: str | None = None,
+        cache_key: str | None = None,
+        routed_from: int | None = 0,
+    ) -> Completion:
+        """Continue `input_ids`. Only requests of the same `cache_key` share cached prefixes.
+
+        `routed_from`: the first token of which the chosen experts are wanted, where they are returned; None: of none.
+        """
+        ...
+
+
 class DataSource(Protocol):
     """Rows in a resumable order, as groups of samples to generate."""
 

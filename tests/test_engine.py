@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_utils import engine_config, make_tiny_checkpoint, processes_with
+from sglang_utils import engine_config, make_tiny_checkpoint, processes_with, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from slime_retool.engine.admin import EngineAdmin
@@ -33,6 +33,7 @@ from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.engine_client import RouterClient
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.sampling import training_sampling_params
+from slime_retool.rollout.stop_tokens import StopTokens
 from slime_retool.rollout.teacher import add_teacher_log_probs
 from slime_retool.types import TrainSample
 
@@ -202,6 +203,32 @@ def test_pausing_ends_running_requests_with_the_reason_abort(running: Running):
     admin.resume()
     assert [r.finish_reason for r in results] == ["abort"] * 16
     assert all(len(r.ids) == len(r.log_probs) for r in results) and any(r.ids for r in results)
+
+
+def test_stop_texts_found_by_their_tokens(running: Running):
+    """Random bytes: now and then one ends a text that is not there; the request then goes on as if nothing was."""
+    tokenizer = tiny_tokenizer()
+
+    async def go(stop: str) -> tuple[list[Completion], int]:
+        async with RouterClient(running.router, concurrency=16, timeout=300, retries=0) as client:
+            asked = {"temperature": 1.0, "max_new_tokens": 200, "stop": [stop], "no_stop_trim": True}
+            stops = StopTokens(client, tokenizer)
+            found = await asyncio.gather(*(stops.generate(PROMPT, asked) for _ in range(16)))
+            return found, client.take_stats().requests
+
+    ended, requests = asyncio.run(go("e"))
+    assert requests == 16
+    letter = tokenizer.encode("e")[0]
+    for completion in ended:
+        assert (completion.finish_reason == "stop") == (completion.ids[-1] in (letter, *tokenizer.all_special_ids))
+        assert letter not in completion.ids[:-1]
+    gone_on, requests = asyncio.run(go("ae"))
+    assert requests > 16
+    for completion in gone_on:
+        assert "ae" not in tokenizer.decode(completion.ids[:-1])
+        assert completion.finish_reason == "stop" or len(completion.ids) == 200
+        expected = expected_log_probs(running.folder / "model_0", PROMPT, completion.ids, 1.0)
+        assert completion.log_probs == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_rollout_and_an_evaluation_through_the_manager(running: Running, tmp_path: Path):

@@ -76,7 +76,7 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._bytes is not None:
-            return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
+            return self.bytes_of(ids).decode("utf-8", "replace")
         if self._rust is not None:
             return self._rust.decode(ids, skip_special_tokens=False)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -91,6 +91,26 @@ class TextCodec:
         if texts:
             texts[-1] += decoder.decode(b"", final=True)
         return texts
+
+    def bytes_of(self, ids: Sequence[int]) -> bytes:
+        """What `decode` makes text of. For byte-level tokenizers."""
+        assert self._bytes is not None
+        return b"".join(map(self._bytes.__getitem__, ids))
+
+    def tokens_that_end(self, texts: Sequence[str]) -> frozenset[int] | None:
+        """Ids in which one of these texts can end, whatever stands before; None where the tokenizer is not byte-level.
+
+        An id holds a whole text, or begins with a text's last bytes.
+        """
+        if self._rust is None or self._bytes is None:
+            return None
+        wanted = [text.encode() for text in texts]
+        beginnings = tuple({text[start:] for text in wanted for start in range(1, len(text))})
+        return frozenset(
+            number
+            for number in range(self._rust.get_vocab_size(with_added_tokens=True))
+            if (held := self._bytes[number]).startswith(beginnings) or any(text in held for text in wanted)
+        )
 
     def _encode(self, text: str) -> list[int]:
         if self._rust is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from slime_retool.engine.upkeep import EngineService
 from slime_retool.errors import EngineError
-from slime_retool.protocols import Completion
+from slime_retool.protocols import CachingEngine, Completion
 from slime_retool.rollout.json_client import JsonClient
 from slime_retool.rollout.routing import RouterShape
 from slime_retool.types import RoutedExperts, Span, timed
@@ -167,13 +167,13 @@ class RouterClient(JsonClient):
 class WithoutRouting:
     """The engine as evaluation sees it: it returns no experts."""
 
-    client: RouterClient
+    engine: CachingEngine
 
     async def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None, **options: Any
     ) -> Completion:
-        """See `RouterClient.generate`."""
-        return await self.client.generate(
+        """See `CachingEngine.generate`."""
+        return await self.engine.generate(
             input_ids, sampling_params, session=session, **options | {"routed_from": None}
         )
 

@@ -34,6 +34,7 @@ from slime_retool.rollout.places import Places
 from slime_retool.rollout.replay import dump_batch
 from slime_retool.rollout.routing import RouterShape
 from slime_retool.rollout.sft_tokens import conversation_check
+from slime_retool.rollout.stop_tokens import StopTokens
 from slime_retool.rollout.stream import Stream, rows_of
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
 from slime_retool.types import RolloutBatch, Sample, Span, TrainSample
@@ -82,6 +83,7 @@ class RolloutManager:
         self._closed = False
         self._working: set[asyncio.Task[Any]] = set()
         self._client: RouterClient | None = None
+        self._engine: StopTokens | None = None
         self._position = self.data.state_dict()
         """In the data, after the batch that `generate` returned last."""
         self._ahead: tuple[int, Made] | None = None
@@ -245,25 +247,26 @@ class RolloutManager:
             retries=config.rollout_request_retries,
             experts=RouterShape.of(config) if config.use_rollout_routing_replay else None,
         )
+        self._engine = StopTokens(self._client, self._context.tokenizer)
         if config.max_staleness == 0:
-            self._context.engine = self._client
+            self._context.engine = self._engine
         elif self._turns is None:
             self._turns = self._context.engine = OpenTurns(
-                self._client,
+                self._engine,
                 concurrency=self._client.concurrency,
                 tokenizer=self._context.tokenizer,
                 keeps_cache=config.keeps_cache,
                 returns_experts=config.use_rollout_routing_replay,
             )
         else:
-            self._turns.engine = self._client
+            self._turns.engine = self._engine
 
     async def _evaluate(self, rollout_id: int, resume: bool = False) -> dict[str, float]:
         context = self._context
         if self._turns is not None:
             context = context.with_engine(Aside(self._turns))
-        elif self._client is not None and self.config.use_rollout_routing_replay:
-            context = context.with_engine(WithoutRouting(self._client))
+        elif self._engine is not None and self.config.use_rollout_routing_replay:
+            context = context.with_engine(WithoutRouting(self._engine))
         work = partial(evaluation.evaluate, context, self.eval_sets, rollout_id, resume=resume)
         return await self._work(work, context)
 

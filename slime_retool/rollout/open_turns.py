@@ -17,34 +17,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
-from slime_retool.protocols import Completion
+from slime_retool.protocols import CachingEngine, Completion
 from slime_retool.rollout.places import Places
 from slime_retool.rollout.routing import pack_experts, unpack_experts
 from slime_retool.types import NO_VERSION, RoutedExperts, Span, grown
 
 MOST_URGENT = -1
 """Priority of what a whole run waits for: evaluation."""
-
-
-class CachingEngine(Protocol):
-    """A `GenerationEngine` that can keep what it has read of some requests from others, and return experts or not."""
-
-    async def generate(
-        self,
-        input_ids: list[int],
-        sampling_params: dict[str, Any],
-        *,
-        session: str | None = None,
-        cache_key: str | None = None,
-        routed_from: int | None = 0,
-    ) -> Completion:
-        """Continue `input_ids`. Only requests of the same `cache_key` share cached prefixes.
-
-        `routed_from`: the first token of which the chosen experts are wanted, where they are returned; None: of none.
-        """
-        ...
 
 
 @dataclass(slots=True)
