@@ -133,7 +133,8 @@ class Cluster:
         asleep = self._config.offloads_rollout
         while True:
             try:
-                version = self.trainers.update_weights(self.engines.current(), asleep=asleep)
+                with self.engines.ends_stuck():
+                    version = self.trainers.update_weights(self.engines.current(), asleep=asleep)
                 break
             except WeightUpdateError as error:
                 if not self.engines.drop_dead(asleep=asleep):

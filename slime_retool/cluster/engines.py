@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -234,6 +234,12 @@ class Engines:
                 engine.settle()
                 engine.release_memory(sorted(self._released))
         return dropped
+
+    @contextmanager
+    def ends_stuck(self) -> Iterator[None]:
+        """An engine that hangs while it is given weights is ended, see `Upkeep.ends_stuck`."""
+        with nullcontext() if self._upkeep is None else self._upkeep.ends_stuck():
+            yield
 
     @contextmanager
     def checked(self) -> Iterator[None]:

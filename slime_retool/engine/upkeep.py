@@ -15,8 +15,9 @@ import logging
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -259,6 +260,29 @@ class Upkeep:
                 self._guarded(self._start_one)
             self._raise()
             return self._faults > before
+
+    @contextmanager
+    def ends_stuck(self) -> Iterator[None]:
+        """Inside of a hold, while trainers send weights: an engine that answers nothing for so long that it counts as
+        hung is ended, so that nobody waits for it any more."""
+        done = threading.Event()
+
+        def end_if_stuck(member: _Member) -> None:
+            while not done.wait(LOOK_SECONDS):
+                if answers(f"{member.url}/health", self._hang_seconds):
+                    continue
+                if not done.is_set() and member.host.ended() is None:
+                    logger.warning("%s answers nothing while it is given weights, and is ended", member.host.name)
+                    member.host.stop()
+                return
+
+        for member in self._members:
+            if member.state in (State.UP, State.SERVING) and member.host.replaceable:
+                _in_background(partial(end_if_stuck, member))
+        try:
+            yield
+        finally:
+            done.set()
 
     def close(self) -> None:
         """Watch no more, and end the router; never raises. The engines are their owner's to end."""

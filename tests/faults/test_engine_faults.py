@@ -146,11 +146,12 @@ def test_conversations_go_on_through_another_router(run: Run):
     run.train(batch)
 
 
-def test_an_engine_that_dies_in_an_update_is_left_out_of_it_and_serves_after_the_next(run: Run):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_an_engine_that_dies_in_an_update_is_left_out_of_it_and_serves_after_the_next(number: signal.Signals, run: Run):
     batch = run.generate({})
     run.cluster.trainers.train(batch, run.rollouts)
     run.cluster.begin_update()
-    send(run.cluster.engines.current()[1], signal.SIGKILL)
+    send(run.cluster.engines.current()[1], number)
     version = run.cluster.update_weights()
     run.cluster.begin_generation()
     assert [EngineAdmin(url).weight_version() for url in run.cluster.engines.current().values()] == [str(version)]
