@@ -20,6 +20,7 @@ from base_model import train_tokenizer  # noqa: E402
 
 from benchmarks import (  # noqa: E402  # noqa: E402
     convert,
+    engine_rate,
     features,
     kernels,
     multiturn,
@@ -337,6 +338,25 @@ def test_lengths_are_log_uniform_and_those_of_the_sample() -> None:
     # Below the geometric middle as often as above it; the mean is (8000 - 200) / log(40).
     assert sum(length < (200 * 8000) ** 0.5 for length in lengths) == pytest.approx(2000, abs=150)
     assert sum(lengths) / 4000 == pytest.approx(7800 / math.log(40), rel=0.05)
+
+
+async def test_a_runs_rollouts_are_sent_once_more_as_what_they_had_the_engine_compute(tmp_path: Path) -> None:
+    samples = [([1] * 9, [1, 1, 0, 1]), ([1] * 5, [0, 0]), ([1] * 7, [1] * 6)]  # (tokens, loss mask)
+    for number in (0, 3):
+        lines = [json.dumps({"tokens": tokens, "loss_mask": mask}) for tokens, mask in samples]
+        (tmp_path / "rollouts").mkdir(exist_ok=True)
+        (tmp_path / "rollouts" / f"rollout_{number:06d}.jsonl").write_text("\n".join(lines) + "\n")
+    rows = [{"step": step, "rollout/tokens_per_second": 10.0 * step} for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rollouts = engine_rate.rollouts_of(tmp_path, 1)
+    assert {number: ([(load.new_prompt_tokens, load.generated) for load in loads], rate)
+            for number, (loads, rate) in rollouts.items()} == {3: ([(6, 3), (1, 6)], 30.0)}  # fmt: skip
+    engine, flushed = CachingEngine(), []
+    figures = await engine_rate.measure(engine, rollouts, {}, 20, lambda: flushed.append(engine.new_prompt_tokens))
+    assert flushed == [7] and figures["run_tokens_per_second"] == {3: 30.0}
+    assert figures["engine_share"] == figures["shares"][3] == 100 * 30.0 / figures["alone_tokens_per_second"][3]
+    with pytest.raises(SystemExit, match="no dumped rollout from 4 on"):
+        engine_rate.rollouts_of(tmp_path, 4)
 
 
 def test_the_steps_of_a_stream_are_averaged_after_the_warm_up() -> None:

@@ -292,6 +292,12 @@ class TestReport:
         (row,) = [line for line in self.made(work)["tables.md"].splitlines() if line.startswith("| rl_grpo_1 ")]
         assert " | 13.00 | " in row and "50.0 %" in row
 
+    def test_the_engines_share_is_told_where_it_was_measured(self, work: Path) -> None:
+        assert "of the same engine" not in self.made(work)["tables.md"]
+        (work / "1.5b" / "engine_rate.json").write_text('{"engine_share": 63.4, "shares": {"10": 62.2, "20": 64.6}}')
+        line = "Generation reaches 63 % of the tokens per second of the same engine on the same lengths without turns, "
+        assert f"{line}tools and rewards (62 % in rollout 10, 65 % in rollout 20)." in self.made(work)["tables.md"]
+
     def test_a_sample_lost_to_an_outage_is_in_no_accuracy(self, work: Path) -> None:
         rows = [sample(0, right=True), sample(1, right=False, status="failed"), sample(2, right=False)]
         jsonl(work / "1.5b" / "base_plain" / "eval" / "gsm8k_-00001.jsonl", rows)

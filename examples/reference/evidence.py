@@ -11,6 +11,7 @@ can be called at any time, also while the run goes on. For each model of the run
     selection.json      which programs became traces
     times.jsonl         begin and end of each step of the whole run
     leaks.json          training questions that were left out
+    engine_rate.json    the engine's speed on the run's lengths, where the step `rate` measured it
 
 and, in a package only, answers.jsonl (every evaluated answer, without token ids) and logs/ (the end of every log).
 """
@@ -121,7 +122,8 @@ def collect(work: Path, out: Path, *, everything: bool = False) -> None:
             text = path.read_text(encoding="utf-8").replace(f"{work}/", "$WORK/")
             text = _INTERPRETER.sub("python -m", text)
             (place / path.parent.name / path.name).write_text(text, encoding="utf-8")
-        for source in (folder / "data" / "selection.json", work / "prepared" / "leaks.json", work / "times.jsonl"):
+        sources = ("data/selection.json", "engine_rate.json", "../prepared/leaks.json", "../times.jsonl")
+        for source in map(folder.joinpath, sources):
             if source.exists():
                 shutil.copyfile(source, place / source.name)
     if everything:

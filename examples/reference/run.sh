@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The reference run: a real model from package names to a table. README.md beside this file says what each step does.
 #
-#   bash examples/reference/run.sh STEP        models | data | traces | leak | sft | eval | rl | aime | table | pack | all
+#   bash examples/reference/run.sh STEP
+#       models | data | traces | leak | sft | eval | rl | aime | rate | table | pack | all
 #   bash examples/reference/run.sh short       all of it with the 0.5B model
 #
 # A step that has finished is not repeated: the same command goes on where a stopped one was. Everything is set by
@@ -33,14 +34,14 @@ if [[ "${FORM}" == short ]]; then
   MOST_TRACES="${MOST_TRACES:-12000}"
   MOST_CONVERTED="${MOST_CONVERTED:-3000}" # worked answers as programs, where the writer solved none
   PER_QUESTION="${PER_QUESTION:-2}"      # different programs of one question in the SFT data
-  RL_STEPS="${RL_STEPS:-32}"
+  RL_STEPS="${RL_STEPS:-24}"
   EVAL_EVERY="${EVAL_EVERY:-${RL_STEPS}}" # rollouts
   RL_LR="${RL_LR:-6e-6}"
   RESPONSE="${RESPONSE:-512}"            # tokens of an RL response
   PARALLEL="${PARALLEL:-5}"
   CACHE_TOKENS="${CACHE_TOKENS:-300000}"
   MEMORY=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
-  MAX_TOKENS="${MAX_TOKENS:-8192}"       # of a micro-batch
+  MAX_TOKENS="${MAX_TOKENS:-32768}"      # of a micro-batch
 else
   MODEL="${MODEL:-1.5b}"
   RUNS="${RUNS:-grpo:1 grpo:2 plain:1}"
@@ -431,6 +432,17 @@ aime() {
   fi
 }
 
+# What share of the engine's own tokens per second the first run's generation reaches.
+rate() {
+  local run="${RUNS%% *}" memory=()
+  run="${OUT}/rl_${run/:/_}"
+  graphs "$(( RL_PROMPTS * RL_SAMPLES ))"
+  if (( ON_GPU )); then memory=(--sglang-mem-fraction-static 0.5); fi
+  once "${NAME}/rate" "${PYTHON}" "${ROOT}/benchmarks/engine_rate.py" --run "${run}" --hf-checkpoint "${HF}" \
+    --device "$( (( ON_GPU )) && echo cuda || echo cpu )" --output "${OUT}/engine_rate.json" -- \
+    "${ENGINE[@]:2}" ${memory[@]+"${memory[@]}"}
+}
+
 # What was measured as small files, and tables and curves of them: at any time.
 table() {
   "${PYTHON}" "${HERE}/evidence.py" --work "${WORK}" --output-dir "${RESULTS}/data"
@@ -470,11 +482,11 @@ everything() {
 
 mkdir -p "${WORK}"
 case "${STEP}" in
-  models | data | traces | leak | sft | rl | aime | table | pack) "${STEP}" ;;
+  models | data | traces | leak | sft | rl | aime | rate | table | pack) "${STEP}" ;;
   eval) evaluate ;;
   all | short) everything ;;
   *)
-    sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac

@@ -301,9 +301,22 @@ def traces_line(model: Model) -> str:
     return " ".join([f"{total} SFT conversations.", *sentences])
 
 
+def rate_line(model: Model) -> str:
+    """How close generation comes to the engine's own speed, as a sentence."""
+    path = model.folder / "engine_rate.json"
+    if not path.exists():
+        return ""
+    found = json.loads(path.read_text())
+    each = ", ".join(f"{share:.0f} % in rollout {number}" for number, share in found["shares"].items())
+    return (
+        f"Generation reaches {found['engine_share']:.0f} % of the tokens per second of the same engine on the same "
+        f"lengths without turns, tools and rewards ({each})."
+    )
+
+
 def tables(model: Model) -> str:
     parts = [f"## {model.name}", f"Problems: {problems(model)}.", accuracy_table(model), traces_line(model)]
-    parts += [f"![curves](curves-{model.folder.name}.svg)", speed_table(model), times_table(model)]
+    parts += [f"![curves](curves-{model.folder.name}.svg)", speed_table(model), rate_line(model), times_table(model)]
     return "\n\n".join(part for part in parts if part)
 
 
