@@ -227,6 +227,13 @@ def test_doctor_says_what_is_missing(monkeypatch, capsys):
     assert "no-such-package       missing\n" in out and "1 required package(s) missing" in out
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_doctor_says_where_every_process_compiles_its_imports(kept: bool, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "dont_write_bytecode", not kept)
+    main(["doctor"])
+    assert ("bytecode              not kept" in capsys.readouterr().out) == (not kept)
+
+
 def dump(path: Path, count: int = 3) -> Path:
     prompt = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "tool_calls": []}]
     status = SampleStatus.COMPLETED

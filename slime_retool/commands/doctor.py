@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'GPUs':<22}{len(gpus) or 'none: runs use the CPU and gloo'}")
     print(f"{'CPU cores':<22}{os.cpu_count()}")
     print(f"{'memory':<22}{memory / 1e9:.0f} GB")
+    if sys.dont_write_bytecode:
+        advice = "unset PYTHONDONTWRITEBYTECODE, or run python -m compileall on the packages"
+        print(f"{'bytecode':<22}not kept: every process compiles what it imports, seconds of each start; {advice}")
     shared = Path("/dev/shm")
     if shared.is_dir():
         print(f"{'/dev/shm free':<22}{shutil.disk_usage(shared).free / 1e9:.1f} GB")
