@@ -395,3 +395,39 @@ def test_processes_that_cannot_be_set_up_are_an_outage_in_sessions_too_and_are_n
     refused, before, after = in_box(use, replace(POLICY, prefork=1))
     assert {result.status for result in refused} == {Status.UNAVAILABLE} and after == before
     assert all("setting up the process failed" in result.error for result in refused)
+
+
+@pytest.mark.parametrize("level", ["none", "landlock"])
+def test_brokers_that_are_killed_while_they_start_are_replaced(level: str, monkeypatch, caplog):
+    """Before, a call then closed the first broker's descriptors once more, which by then were of other files."""
+    start, doomed = subprocess.Popen, [0]
+
+    def popen(*args: object, **options: object) -> subprocess.Popen[bytes]:
+        process = start(*args, **options)
+        if doomed[0]:
+            doomed[0] -= 1
+            process.kill()
+        return process
+
+    async def use(box: Sandbox) -> list[Result]:
+        monkeypatch.setattr(client.subprocess, "Popen", popen)
+        results = []
+        for fails in (3, 1000, 0):
+            assert box._client is not None
+            os.kill(box._client.broker_pid, signal.SIGKILL)
+            while box._client.alive:
+                await asyncio.sleep(0.01)
+            doomed[0] = fails
+            with tempfile.TemporaryFile() as file:  # takes the number of a descriptor that was just closed
+                results += await asyncio.gather(*(box.run("print(6 * 7)") for _ in range(3)))
+                os.fstat(file.fileno())
+            doomed[0] = 0
+            results.append(await box.run("print(6 * 7)"))
+        return results
+
+    found = in_box(use, replace(POLICY, isolation=level))
+    statuses = [result.status for result in found]
+    assert statuses == [Status.OK] * 4 + [Status.UNAVAILABLE] * 3 + [Status.OK] * 5
+    assert {result.stdout for result in found if result.status == Status.OK} == {"42\n"}
+    assert "killed by SIGKILL" in found[4].error
+    assert caplog.text.count("before it was ready; another one is started") >= 3

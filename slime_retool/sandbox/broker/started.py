@@ -30,5 +30,7 @@ class StartedCalls:
         return self._marks[call % _SIZE] == 1
 
     def close(self) -> None:
-        self._marks.close()
-        os.close(self.fd)
+        """Safe to call twice: the descriptor's number may be another file's by then."""
+        if not self._marks.closed:
+            self._marks.close()
+            os.close(self.fd)

@@ -222,11 +222,17 @@ class JailClient(asyncio.BufferedProtocol):
             self._write({"op": "close", "session": name})
 
     @property
+    def killed(self) -> bool:
+        """Whether a signal ended the broker. Before it was ready, another one may have better luck."""
+        return self._process is not None and (self._process.returncode or 0) < 0
+
+    @property
     def broker_pid(self) -> int:
         assert self._process is not None
         return self._process.pid
 
     async def close(self) -> None:
+        """End the broker and remove what it left; safe to call twice."""
         if self.alive:
             self.failure = "the sandbox was closed"
         if self._transport is not None:
@@ -240,10 +246,12 @@ class JailClient(asyncio.BufferedProtocol):
         if self._ending is not None:
             await self._ending
         self._started.close()
-        if self._cgroup:  # of a broker that was killed
-            await asyncio.to_thread(cgroup.remove, self._cgroup, trees.REMOVE_SECONDS)
-        if self._folder is not None:
-            await asyncio.to_thread(trees.remove_tree, self._folder, trees.REMOVE_SECONDS)
+        groups, self._cgroup = self._cgroup, []
+        if groups:  # of a broker that was killed
+            await asyncio.to_thread(cgroup.remove, groups, trees.REMOVE_SECONDS)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(trees.remove_tree, folder, trees.REMOVE_SECONDS)
 
     def _write(self, message: dict[str, Any]) -> None:
         self._to_send.append(pack(message))  # what JSON cannot hold is refused here, where the caller is

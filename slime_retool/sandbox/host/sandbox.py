@@ -136,8 +136,19 @@ class Sandbox:
                 await self._client.close()  # after this it is known why it ended, and what was lost with it
                 logger.warning("%s; another one is started", self._client.failure)
                 self._lost_sessions |= self._client.sessions
-                self._client = await JailClient(self.policy, self._without).start()
+                self._client = await self._started_client()
             return self._client
+
+    async def _started_client(self) -> JailClient:
+        for left in reversed(range(_MAX_BROKERS)):
+            client = JailClient(self.policy, self._without)
+            try:
+                return await client.start()
+            except SandboxUnavailable as error:
+                if not left or not client.killed:
+                    raise
+                logger.warning("%s before it was ready; another one is started", error)
+        raise AssertionError("one attempt at least")
 
     def _close_session(self, name: str) -> None:
         self._lost_sessions.discard(name)
