@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -64,6 +65,9 @@ class Engines:
         if dead:
             self.urls = {0: "http://a"}
         return dead
+
+    def ends_stuck(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def others_run(self, engines: dict[int, str]) -> bool:
         return self.others

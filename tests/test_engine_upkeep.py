@@ -367,6 +367,23 @@ def test_an_engine_that_answers_nothing_in_a_failed_update_is_dropped():
         assert upkeep.drop_dead() and upkeep.engines() == {0: parts.engines[0].url}
 
 
+def test_an_engine_that_answers_nothing_while_it_is_given_weights_is_ended(caplog):
+    parts = Parts()
+    with kept(parts, hang_seconds=0.3) as upkeep:
+        upkeep.hold()
+        with upkeep.ends_stuck():
+            parts.engines[1].status["/health"] = None
+            until(lambda: "engine 1 stops" in parts.events)
+            parts.engines[0].dead = "was ended by SIGKILL"  # nobody has to end that one
+            parts.engines[0].close()
+            time.sleep(0.2)
+        assert parts.events == ["engine 1 stops"]
+        assert caplog.text.count("answers nothing while it is given weights") == 1
+        parts.events.clear()
+        time.sleep(0.1)
+        assert parts.events == []
+
+
 def test_a_hold_that_settles_waits_for_those_that_start():
     parts = Parts()
     parts.weights = lambda engines: False
