@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slime_retool.chat import TextCodec
 from slime_retool.protocols import Completion
+from slime_retool.rollout import stop_tokens
 from slime_retool.rollout.stop_tokens import FIRST_REQUESTS, StopTokens
 from slime_retool.types import timed
 
@@ -131,16 +132,44 @@ async def test_without_stop_texts_or_a_byte_level_tokenizer_nothing_changes():
         assert [call[1] for call in engine.asked] == [asked]
 
 
-async def test_texts_that_seldom_end_where_their_tokens_do_are_left_to_the_engine():
-    ids = TOKENIZER.encode("a>a>a>x</code>")
+@pytest.mark.parametrize(("written", "pays"), [("a>x</code>", True), ("a>a>x</code>", False)])
+async def test_texts_that_cost_more_than_one_request_each_are_left_to_the_engine(written, pays):
+    ids = TOKENIZER.encode(written)
     stops = StopTokens(engine := Engine(ids), TOKENIZER)
     for _ in range(FIRST_REQUESTS):
         assert (await stops.generate([0], params())).ids == ids
+    assert all("stop" not in asked for _, asked, *_ in engine.asked)
+    assert len(engine.asked) == FIRST_REQUESTS * (2 if pays else 3)
     before = len(engine.asked)
     assert (await stops.generate([0], params())).ids == ids
-    assert len(engine.asked) == before + 1 and engine.asked[-1][1] == params()
-    await stops.generate([0], params(stop="</s"))
+    assert [asked == params() for _, asked, *_ in engine.asked[before:]] == ([False, False] if pays else [True])
+    await stops.generate([0], params(stop="</s"))  # other texts, another count
     assert "stop" not in engine.asked[-1][1]
+
+
+@pytest.mark.parametrize("most", [0, 1])
+async def test_texts_that_too_many_tokens_can_end_are_left_to_the_engine(most, monkeypatch):
+    found = TextCodec(TOKENIZER).tokens_that_end([CLOSE])
+    monkeypatch.setattr(stop_tokens, "MOST_TOKENS", len(found) - most)
+    engine = Engine(TOKENIZER.encode("x</code>"))
+    await StopTokens(engine, TOKENIZER).generate([0], params())
+    assert [asked == params() for _, asked, *_ in engine.asked] == [bool(most)]
+
+
+@pytest.mark.parametrize("versions", [(3, 3), (3, 4)])
+async def test_the_versions_of_parts_are_told_apart_where_they_differ(versions):
+    parts = [TOKENIZER.encode("a>")[-1:], TOKENIZER.encode("x</code>")]
+
+    class Parts(Engine):
+        async def generate(self, *args: Any, **options: Any) -> Completion:
+            number = len(self.asked)
+            self.asked.append(args)
+            return Completion(parts[number], [-1.0] * len(parts[number]), "stop", versions[number], 1, 0)
+
+    found = await StopTokens(Parts([]), TOKENIZER).generate([0], params())
+    expected = [versions[0]] * len(parts[0]) + [versions[1]] * len(parts[1])
+    assert found.token_versions == expected and found.weight_version == versions[1]
+    assert (found.versions is None) == (versions[0] == versions[1])
 
 
 def test_tokens_that_end_a_text_hold_it_or_begin_with_its_last_bytes():
