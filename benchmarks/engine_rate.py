@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.multiturn import Load, Round, at_once
+from benchmarks.multiturn import Load, single_turns
 from benchmarks.results import write_result
 from benchmarks.shapes import ROOT
 from slime_retool.config import Config, parse_config, resolve
@@ -53,27 +52,11 @@ def rollouts_of(run: Path, warmup: int) -> dict[int, tuple[list[Load], float]]:
     """(samples, tokens per second in the run) of every dumped rollout from `warmup` on."""
     rates = {row["step"]: row[RATE] for row in read_metrics(run / "metrics.jsonl") if RATE in row}
     found = {int(number_of(path)): path for path in dumps_in(run / "rollouts", "rollout_*")}
-    kept = {number: (loads_of(path), rates[number]) for number, path in found.items() if number in rates}
-    kept = {number: each for number, each in kept.items() if number >= warmup}
+    wanted = [number for number in found if number in rates and number >= warmup]
+    kept = {number: (loads_of(found[number]), rates[number]) for number in wanted}
     if not kept:
         raise SystemExit(f"--run {run}: no dumped rollout from {warmup} on; a run with --dump-rollouts writes them")
     return kept
-
-
-async def send(engine: GenerationEngine, loads: Sequence[Load], params: dict[str, Any], vocabulary: int) -> Round:
-    """All at once, each as one request of random tokens."""
-    rng = random.Random(len(loads))
-    prompts = [rng.choices(range(10, vocabulary), k=load.new_prompt_tokens) for load in loads]
-
-    async def one(index: int) -> None:
-        wanted = loads[index].generated
-        completion = await engine.generate(
-            prompts[index], {**params, "max_new_tokens": wanted, "ignore_eos": True}, session=str(index)
-        )
-        assert len(completion.ids) == wanted, f"{len(completion.ids)} of {wanted} tokens"
-
-    seconds = await at_once(len(loads), len(loads), one)
-    return Round(seconds, sum(load.generated for load in loads))
 
 
 async def measure(
@@ -81,12 +64,16 @@ async def measure(
     flush: Callable[[], None],
 ) -> dict[str, Any]:  # fmt: skip
     """The first rollout is sent twice, so that what an engine does once is not counted."""
-    first = next(iter(rollouts.values()))[0]
-    await send(engine, first, params, vocabulary)
+
+    async def send(loads: Sequence[Load]) -> float:
+        alone = single_turns(engine, loads, params, vocabulary, concurrency=len(loads), seed=len(loads))
+        return (await alone).tokens_per_second
+
+    await send(next(iter(rollouts.values()))[0])
     alone, shares = {}, {}
     for number, (loads, rate) in rollouts.items():
         await asyncio.to_thread(flush)
-        alone[number] = (await send(engine, loads, params, vocabulary)).tokens_per_second
+        alone[number] = await send(loads)
         shares[number] = 100 * rate / alone[number]
         print(f"rollout {number}: {rate:,.0f} tokens/s in the run, {alone[number]:,.0f} alone", flush=True)
     return {
@@ -118,7 +105,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     vocabulary = len(load_tokenizer(str(args.hf_checkpoint)))
 
     async def all_rounds(url: str, flush: Callable[[], None]) -> dict[str, Any]:
-        most = max(len(loads) for loads, _ in rollouts.values())
+        most = config.sglang_server_concurrency
         async with RouterClient(url, concurrency=most, timeout=args.timeout, retries=0) as client:
             rounds = measure(client, rollouts, training_sampling_params(config), vocabulary, flush)
             return await asyncio.wait_for(rounds, args.timeout)

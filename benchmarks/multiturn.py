@@ -86,6 +86,26 @@ async def at_once(concurrency: int, count: int, work: Callable[[int], Awaitable[
     return time.perf_counter() - begin
 
 
+async def single_turns(
+    engine: GenerationEngine, loads: Sequence[Load], params: dict[str, Any], vocabulary: int, *, concurrency: int,
+    seed: int,
+) -> Round:  # fmt: skip
+    """Each load as one request of random tokens, end of text ignored."""
+    rng = random.Random(seed)
+    prompts = [rng.choices(range(10, vocabulary), k=load.new_prompt_tokens) for load in loads]
+    generated = 0
+
+    async def one(index: int) -> None:
+        nonlocal generated
+        wanted = {**params, "max_new_tokens": loads[index].generated, "ignore_eos": True}
+        completion = await engine.generate(prompts[index], wanted, session=str(index))
+        generated += len(completion.ids)
+
+    seconds = await at_once(concurrency, len(loads), one)
+    assert generated == sum(load.generated for load in loads)
+    return Round(seconds, generated)
+
+
 class Bench:
     """Both kinds of load on one engine."""
 
@@ -128,20 +148,9 @@ class Bench:
         return Round(seconds, sum(load.generated for load in loads)), counts, loads
 
     async def single_turns(self, loads: Sequence[Load], seed: int) -> Round:
-        rng = random.Random(-seed)
-        generated = 0
-        known = len(self.tokenizer)
-
-        async def one(index: int) -> None:
-            nonlocal generated
-            ids = rng.choices(range(10, known), k=loads[index].new_prompt_tokens)
-            params = {**self.params, "max_new_tokens": loads[index].generated, "ignore_eos": True}
-            completion = await self.engine.generate(ids, params, session=str(index))
-            generated += len(completion.ids)
-
-        seconds = await at_once(self.args.concurrency, len(loads), one)
-        assert generated == sum(load.generated for load in loads)
-        return Round(seconds, generated)
+        return await single_turns(
+            self.engine, loads, self.params, len(self.tokenizer), concurrency=self.args.concurrency, seed=-seed
+        )
 
 
 def cache_figures(counts: Sequence[TurnCounts]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -235,11 +235,9 @@ class Engines:
                 engine.release_memory(sorted(self._released))
         return dropped
 
-    @contextmanager
-    def ends_stuck(self) -> Iterator[None]:
+    def ends_stuck(self) -> AbstractContextManager[None]:
         """An engine that hangs while it is given weights is ended, see `Upkeep.ends_stuck`."""
-        with nullcontext() if self._upkeep is None else self._upkeep.ends_stuck():
-            yield
+        return nullcontext() if self._upkeep is None else self._upkeep.ends_stuck()
 
     @contextmanager
     def checked(self) -> Iterator[None]:

@@ -59,7 +59,7 @@ class StopTokens:
         use.requests += 1
         given, limit = sampling_params.get("stop_token_ids") or [], sampling_params["max_new_tokens"]
         params = {name: value for name, value in sampling_params.items() if name != "stop"}
-        params["stop_token_ids"] = [*given, *sorted(use.tokens.difference(given))]
+        params["stop_token_ids"] = [*given, *use.tokens.difference(given)]
         whole: Completion | None = None
         while True:
             ids = [] if whole is None else whole.ids
@@ -76,8 +76,7 @@ class StopTokens:
     def _use(self, texts: tuple[str, ...]) -> _Use | None:
         if texts not in self._uses:
             tokens = self._codec.tokens_that_end(texts)
-            fits = tokens is not None and len(tokens) <= MOST_TOKENS
-            self._uses[texts] = _Use(tokens) if tokens is not None and fits else None
+            self._uses[texts] = None if tokens is None or len(tokens) > MOST_TOKENS else _Use(tokens)
         return self._uses[texts]
 
     def _ends_with(self, ids: Sequence[int], texts: Sequence[str]) -> bool:

@@ -133,10 +133,9 @@ def memory_of_moments(
         moments["generating"] = engine.total
     if engine is not None and config.colocate:
         state = trainer.weights + trainer.gradients + trainer.optimizer + trainer.others
-        # An engine that is sent adapters alone keeps its weights.
-        asleep = ENGINE_RUNTIME_BYTES + (engine.weights + engine.adapters if config.serves_adapters else 0)
         cache = 0 if config.offloads_cache else engine.kv_cache
-        asleep += cache
+        # An engine that is sent adapters alone keeps its weights.
+        asleep = ENGINE_RUNTIME_BYTES + cache + (engine.weights + engine.adapters if config.serves_adapters else 0)
         moments["training"] += asleep if config.offloads_rollout else engine.total
         moments["generating"] += trainer.runtime + (0 if config.offloads_train else state)
         if config.offloads_train and config.offloads_rollout:
