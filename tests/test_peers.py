@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "pee
 import equal_work  # noqa: E402
 import limited  # noqa: E402
 import step_ratio  # noqa: E402
+import trl_step  # noqa: E402
 
 from slime_retool.types import Sample  # noqa: E402
 
@@ -47,18 +48,46 @@ def rows(metric: str, *values: float) -> list[dict[str, float]]:
 def test_the_ratio_is_of_medians_after_two_steps() -> None:
     ours = rows("perf/step_seconds", 99.0, 99.0, 4.0, 5.0, 6.0)
     theirs = rows("timing_s/step", 1.0, 1.0, 10.0, 9.0, 80.0)
-    entry = step_ratio.compared(ours, theirs, "")["verl"]
+    entry = step_ratio.compared(ours, theirs, "")
     assert entry["step_ratio"] == 2.0 and "why" not in entry
 
 
 def test_a_peer_that_did_not_run_has_a_reason_and_no_ratio(tmp_path: Path) -> None:
     entry = step_ratio.compared(
-        rows("perf/step_seconds", 1.0, 1.0, 1.0), step_ratio.verl_steps(tmp_path / "none"), "it hung"
+        rows("perf/step_seconds", 1.0, 1.0, 1.0), step_ratio.peer_steps(tmp_path / "none"), "it hung"
     )
-    assert entry["verl"]["step_ratio"] is None and entry["verl"]["why"] == "it hung"
+    assert entry["step_ratio"] is None and entry["why"] == "it hung"
 
 
 def test_only_lines_of_whole_steps_count(tmp_path: Path) -> None:
     lines = [{"step": 0, "data": {"val/x": 1}}, {"step": 1, "data": {"timing_s/step": 2.0}}]
     (tmp_path / "verl.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert step_ratio.verl_steps(tmp_path / "verl.jsonl") == [{"timing_s/step": 2.0}]
+    assert step_ratio.peer_steps(tmp_path / "verl.jsonl") == [{"timing_s/step": 2.0}]
+
+
+def test_a_rollout_of_trl_is_two_optimizer_steps_and_what_is_not_its_generation_or_log_probs_is_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 10.0, 17.0])
+    monkeypatch.setattr(trl_step.time, "perf_counter", lambda: next(clock))
+    times = trl_step.RolloutTimes(tmp_path / "trl.jsonl", 2)
+    times.add(trl_step.GENERATE, 4.0, in_loss=False)
+    times.add(trl_step.LOG_PROBS, 1.0, in_loss=False)
+    times.add(trl_step.LOG_PROBS, 2.0, in_loss=True)
+    times.add("GRPOTrainer._prepare_inputs", 5.5, in_loss=False)
+    for number in (1, 2, 3, 4):
+        times.end_of_optimizer_step(number)
+    assert step_ratio.peer_steps(tmp_path / "trl.jsonl") == [
+        {"timing_s/gen": 4.0, "timing_s/old_log_prob": 1.0, "timing_s/step": 10.0, "timing_s/update_actor": 5.0},
+        {"timing_s/step": 7.0, "timing_s/update_actor": 7.0},
+    ]
+
+
+def test_the_comparison_of_one_peer_leaves_the_others_alone(tmp_path: Path) -> None:
+    (tmp_path / "ours.jsonl").write_text("".join(f'{{"step": {n}, "perf/step_seconds": 2.0}}\n' for n in range(3)))
+    (tmp_path / "theirs.jsonl").write_text(3 * '{"data": {"timing_s/step": 5.0}}\n')
+    files = ["--ours", str(tmp_path / "ours.jsonl"), "--theirs", str(tmp_path / "theirs.jsonl")]
+    for peer in ("verl", "trl"):
+        step_ratio.main(["--peer", peer, *files, "--output", str(tmp_path / "peer.json")])
+    found = json.loads((tmp_path / "peer.json").read_text())
+    assert {peer: entry["step_ratio"] for peer, entry in found.items()} == {"verl": 2.5, "trl": 2.5}

@@ -282,6 +282,18 @@ class TestReport:
         }
         assert summary["peer"]["verl"]["step_ratio"] is None and summary["peer"]["verl"]["why"]
 
+    def test_a_peer_that_was_measured_has_a_table_of_its_phases(self, work: Path) -> None:
+        assert "## Peers" not in self.made(work)["tables.md"]
+        times = {"ours_seconds": {"step": 4.0, "update": 0.25}, "theirs_seconds": {"step": 10.0, "log_probs": 0.5}}
+        (work.parent / "results" / "peer.json").write_text(json.dumps({"trl": {"step_ratio": 2.5, **times}}))
+        made = self.made(work)
+        assert made["tables.md"].endswith(
+            "| trl | step | 4.00 | 10.00 | 2.50 |\n| trl | update | 0.25 |  |  |\n| trl | log_probs |  | 0.50 |  |\n"
+        )
+        assert {name: entry["step_ratio"] for name, entry in json.loads(made["summary.json"])["peer"].items()} == {
+            "verl": None, "trl": 2.5,
+        }  # fmt: skip
+
     def test_intervals_are_over_problems_not_over_answers(self, work: Path) -> None:
         found = estimate([1.0, 1.0, 0.5, 1.0])
         cell = f"87.5 % ({100 * found.low:.1f} to {100 * found.high:.1f})"

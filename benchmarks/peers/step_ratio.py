@@ -1,8 +1,9 @@
 """Medians of both sides' steps after the first two, and how many times ours the peer's whole step is.
 
-    python benchmarks/peers/step_ratio.py --ours RUN/metrics.jsonl --verl FILE --output peer.json [--why TEXT]
+    python benchmarks/peers/step_ratio.py --peer verl --ours RUN/metrics.jsonl --theirs FILE --output peer.json
 
-`--verl` is what verl's logger `file` wrote. A phase has the name that each side gives it.
+`--theirs` is what verl's logger `file`, or trl_step.py, wrote. A phase has the name that each side gives it. Of other
+peers `--output` keeps what it has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,11 @@ PHASES = {
     "train": ("perf/train_seconds", "timing_s/update_actor"),
     "update": ("perf/sync_seconds", "timing_s/update_weights"),
 }
-"""Phase -> its metric on our side and on verl's."""
+"""Phase -> its metric on our side and on theirs; TRL, which trains what generates, has no update."""
 Row = dict[str, Any]
 
 
-def verl_steps(path: Path) -> list[Row]:
+def peer_steps(path: Path) -> list[Row]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line)["data"] for line in lines]
     return [row for row in rows if PHASES["step"][1] in row]
@@ -51,18 +53,20 @@ def compared(ours: list[Row], theirs: list[Row], why: str) -> Row:
         entry["step_ratio"] = round(entry["theirs_seconds"]["step"] / entry["ours_seconds"]["step"], 3)
     else:
         entry["why"] = why or "a side did not finish more than two steps"
-    return {"verl": entry}
+    return entry
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", choices=("verl", "trl"), required=True)
     parser.add_argument("--ours", type=Path, required=True)
-    parser.add_argument("--verl", type=Path, required=True)
+    parser.add_argument("--theirs", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--why", default="", help="said where there is no ratio")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     ours = [row for row in read_metrics(args.ours) if PHASES["step"][0] in row] if args.ours.exists() else []
-    result = compared(ours, verl_steps(args.verl), args.why)
+    result = json.loads(args.output.read_text()) if args.output.exists() else {}
+    result[args.peer] = compared(ours, peer_steps(args.theirs), args.why)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

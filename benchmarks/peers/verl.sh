@@ -1,50 +1,16 @@
 #!/usr/bin/env bash
 # One RL step here and in verl 0.9.1, at equal work, on the same GPU: see verl.md.
 #
-#   MODEL=DIR VERL_SITE=DIR QUESTIONS=FILE bash benchmarks/peers/verl.sh [ours | verl | compare | all]
+#   MODEL=DIR VERL_SITE=DIR QUESTIONS=FILE bash benchmarks/peers/verl.sh [work | ours | peer | compare | all]
 #
 #   MODEL       a Hugging Face checkpoint          VERL_SITE   the folder of verl and what it needs
 #   QUESTIONS   train/gsm8k.jsonl of the reference run's prepared data
-#   WORK, STEPS, PROMPTS, SAMPLES, LONGEST, ATTENTION (of verl's trainer), PYTHON
+#   WORK, RESULT (peer.json), STEPS, PROMPTS, SAMPLES, SHORTEST, LONGEST, ATTENTION (of verl's trainer), PYTHON
 set -euo pipefail
-HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
-ROOT="$(cd -- "${HERE}/../.." && pwd)"
-PYTHON="${PYTHON:-python3}"
-WORK="${WORK:-${ROOT}/outputs/peers}"
-STEPS="${STEPS:-8}"
-PROMPTS="${PROMPTS:-64}"
-SAMPLES="${SAMPLES:-8}"
-LONGEST="${LONGEST:-512}"
-ATTENTION="${ATTENTION:-flash_attention_4}"
-BATCH=$((PROMPTS * SAMPLES))
-HALF=$((BATCH / 2))
-DEVICE="${DEVICE:-cuda}"
-mkdir -p "${WORK}"
-export PYTHONPATH="${HERE}:${ROOT}${PYTHONPATH:+:${PYTHONPATH}}" CUDA_DEVICE_MAX_CONNECTIONS=1 TOKENIZERS_PARALLELISM=false
+PEER=verl
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-work() {
-  "${PYTHON}" "${HERE}/equal_work.py" --questions "${QUESTIONS}" --output-dir "${WORK}" --steps "${STEPS}" \
-    --prompts "${PROMPTS}" --longest "${LONGEST}"
-}
-
-# Both: two optimizer steps a rollout, bf16 with fp32 main weights, no recomputation, micro-batches of 16k tokens.
-ours() {
-  "${PYTHON}" -m slime_retool.cli convert to-megatron --hf-checkpoint "${MODEL}" --save "${WORK}/torch_dist" --force
-  local engine=()
-  if [[ "${DEVICE}" == cuda ]]; then
-    engine=(--sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-mem-fraction-static 0.5
-      --sglang-cuda-graph-backend-prefill disabled --sglang-cuda-graph-max-bs "${BATCH}")
-  fi
-  "${PYTHON}" -m slime_retool.train --device "${DEVICE}" --hf-checkpoint "${MODEL}" --ref-load "${WORK}/torch_dist" \
-    --colocate --output-dir "${WORK}/ours" --no-progress --prompt-data "${WORK}/ours.jsonl" \
-    --custom-generate-function-path limited.generate --custom-rm-path limited.reward_func \
-    --num-rollout "${STEPS}" --rollout-batch-size "${PROMPTS}" --n-samples-per-prompt "${SAMPLES}" \
-    --global-batch-size "${HALF}" --rollout-max-response-len "${LONGEST}" --rollout-max-context-len $((LONGEST + 512)) \
-    --sglang-server-concurrency "${BATCH}" --use-dynamic-batch-size --max-tokens-per-gpu 16384 \
-    --calculate-per-token-loss --lr 1e-6 ${engine[@]+"${engine[@]}"}
-}
-
-verl() {
+peer() {
   # antlr4 of hydra and of math-verify exclude each other: verl's own folder comes first.
   PYTHONPATH="${VERL_SITE}:${PYTHONPATH}" VERL_FILE_LOGGER_PATH="${WORK}/verl.jsonl" "${PYTHON}" -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
@@ -72,23 +38,4 @@ verl() {
     trainer.save_freq=-1 trainer.total_training_steps="${STEPS}" trainer.resume_mode=disable "$@"
 }
 
-compare() {
-  "${PYTHON}" "${HERE}/step_ratio.py" --ours "${WORK}/ours/metrics.jsonl" --verl "${WORK}/verl.jsonl" \
-    --output "${WORK}/peer.json"
-}
-
-STEP="${1:-all}"
-if (( $# )); then shift; fi
-case "${STEP}" in
-  work | ours | verl | compare) "${STEP}" "$@" ;;
-  all)
-    work
-    ours
-    verl "$@"
-    compare
-    ;;
-  *)
-    sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
-    exit 2
-    ;;
-esac
+run "$@"

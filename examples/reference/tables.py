@@ -320,18 +320,34 @@ def tables(model: Model) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def peer(results: Path) -> Row:
+def peers(results: Path) -> dict[str, Row]:
+    """What benchmarks/peers measured, by peer."""
     path = results / "peer.json"
-    return json.loads(path.read_text()) if path.exists() else {"verl": {"step_ratio": None, "why": "not measured yet"}}
+    unmeasured = {"verl": {"step_ratio": None, "why": "not measured yet"}}
+    return unmeasured | (json.loads(path.read_text()) if path.exists() else {})
+
+
+def peers_table(results: Path) -> str:
+    """Median seconds of a step's phases, ours and each peer's; empty where none was measured."""
+    table = []
+    for name, entry in peers(results).items():
+        if entry["step_ratio"] is None:
+            continue
+        ours, theirs = entry["ours_seconds"], entry["theirs_seconds"]
+        for phase in ours | theirs:
+            ratio = theirs[phase] / ours[phase] if ours.get(phase) and phase in theirs else None
+            table.append([name, phase, number(ours.get(phase)), number(theirs.get(phase)), number(ratio)])
+    return "## Peers\n\n" + markdown(["peer", "phase", "ours, s", "theirs, s", "times"], table) if table else ""
 
 
 def report(results: Path) -> dict[str, str]:
     """File name -> content of everything that is made from `results`/data."""
     folders = sorted(path.parent for path in (results / "data").glob("*/outcomes.jsonl"))
     models = [Model(folder) for folder in folders]
-    summary = {model.name: model.summary() for model in models} | {"peer": peer(results)}
+    summary = {model.name: model.summary() for model in models} | {"peer": peers(results)}
     made = {f"curves-{model.folder.name}.svg": curves(model) for model in models}
-    made["tables.md"] = "\n\n".join(tables(model) for model in models) + "\n"
+    parts = [*map(tables, models), peers_table(results)]
+    made["tables.md"] = "\n\n".join(part for part in parts if part) + "\n"
     made["summary.json"] = json.dumps(summary, indent=1) + "\n"
     return made
 
