@@ -27,9 +27,11 @@ from slime_retool.rollout.json_client import EngineStats
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.open_turns import Aside, OpenTurns, Record
 from slime_retool.rollout.places import Places, Use
-from slime_retool.rollout.stream import Stream
+from slime_retool.rollout.stream import Stream, _shifted
 from slime_retool.tool_use.loop import append_turn
-from slime_retool.types import RolloutBatch, Sample, TrainSample
+from slime_retool.types import NO_VERSION, RolloutBatch, Sample, TrainSample
+
+FILTER = "slime_retool.rollout.filters.check_reward_nonzero_std"
 
 
 def make_config(tmp_path: Path, **values: object) -> Config:
@@ -336,7 +338,7 @@ async def test_the_filter_and_outages_are_made_up_for(tmp_path):
     """Groups of equal rewards and of one usable sample are replaced; every batch is full all the same."""
     config = make_config(
         tmp_path, custom_rm_path="test_stream.outage_sometimes", over_sampling_batch_size=6,
-        dynamic_sampling_filter_path="slime_retool.rollout.filters.check_reward_nonzero_std",
+        dynamic_sampling_filter_path=FILTER,
     )  # fmt: skip
     model = Model(length_by(5, 40))
     async with streaming(config, model) as (stream, turns, data):
@@ -358,6 +360,62 @@ async def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_reason(tmp_pa
             await stream.next_batch(0)
 
 
+async def same_reward(args: Config, sample: Sample, **kwargs: Any) -> dict[str, float]:
+    return {"score": 1.0}
+
+
+async def reward_of_even_groups(args: Config, sample: Sample, **kwargs: Any) -> dict[str, float]:
+    """The samples of every other group differ in it."""
+    return {"score": float(sample.index % 2 if sample.group_index % 2 == 0 else 1)}
+
+
+async def test_where_the_filter_takes_all_no_more_prompts_are_drawn_than_the_flags_say(tmp_path):
+    """Two rounds of three, and the three that are open for the next batch."""
+    config = make_config(
+        tmp_path, custom_rm_path="test_stream.same_reward", dynamic_sampling_filter_path=FILTER, max_sampling_rounds=2,
+        over_sampling_batch_size=6,
+    )  # fmt: skip
+    async with streaming(config, Model(length_by(6, 20))) as (stream, turns, data):
+        with pytest.raises(RolloutError, match="gave only 0 groups to train on, 3 are needed"):
+            await asyncio.wait_for(stream.next_batch(0), 60)
+    assert data.drawn == 9
+
+
+@pytest.mark.parametrize(("reward", "kept", "running"), [("reward_of_even_groups", 1, 10), ("same_reward", 0, 24)])
+async def test_as_many_more_prompts_are_drawn_as_the_filter_takes(reward, kept, running, tmp_path):
+    """Of the first two groups one is good: for each that lacks of six two are open. Or none is: four times as many."""
+    config = make_config(
+        tmp_path, custom_rm_path=f"test_stream.{reward}", dynamic_sampling_filter_path=FILTER,
+        over_sampling_batch_size=12, max_sampling_rounds=100,
+    )  # fmt: skip
+    model = Model(lambda tokens: 8 + int("".join(map(chr, tokens[:4]))) // 2 * 2)  # each group a little longer
+    async with streaming(config, model) as (stream, _, data):
+        while not stream._rejected:
+            await asyncio.sleep(0)
+        assert (len(stream._kept), len(stream._running)) == (kept, running)
+        assert data.drawn == kept + running + 1
+
+
+async def test_nothing_runs_after_the_end(tmp_path):
+    model = Model(lambda tokens: 100_000)
+    async with streaming(make_config(tmp_path), model):
+        while model.running < 12:
+            await asyncio.sleep(0)
+    assert model.running == 0 and asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_the_engines_use_is_told_by_shares_of_the_time(tmp_path, monkeypatch):
+    model = Model(lambda tokens: 8)
+    async with streaming(make_config(tmp_path), model) as (stream, turns, data):
+        monkeypatch.setattr(turns.places, "take_use", lambda: Use(seconds=4.0, busy_seconds=1.0, request_seconds=10.0))
+        metrics = (await stream.next_batch(0)).metrics
+    assert metrics["rollout/engine_busy_share"] == 0.25 and metrics["rollout/requests_running_mean"] == 2.5
+
+
+def test_versions_of_a_checkpoint_go_on_from_this_run_s_and_none_is_below_0():
+    assert _shifted([9, NO_VERSION, 4, 2], -3) == [6, NO_VERSION, 1, 0]
+
+
 async def test_a_mistake_in_a_hook_ends_the_run_though_it_happens_between_batches(tmp_path):
     config = make_config(tmp_path, custom_rm_path="rollout_hooks.text_reward")
     async with streaming(config, Model(length_by(6, 20))) as (stream, turns, data):
@@ -377,6 +435,8 @@ async def test_what_is_too_old_is_dropped_whole_counted_and_drawn_again(tmp_path
     assert {s.group_index for s in batch.samples} == {0, 1, 2}
     assert batch.metrics["rollout/groups_dropped_stale"] == 3
     assert batch.metrics["rollout/samples_dropped_stale_ratio"] == 0.5
+    # Three tokens of the 64 that may be.
+    assert [batch.metrics[f"rollout/samples_dropped_stale/q{part}"] for part in (1, 2, 3, 4)] == [6, 0, 0, 0]
     assert [group[0].group_index for group in data.returned] == [3, 4, 5] and rows == [3, 3]
     assert batch.metrics["rollout/staleness_max"] == batch.metrics["rollout/staleness_mean"] == 1
 
@@ -399,9 +459,7 @@ def test_no_group_is_lost_or_doubled_whatever_happens(data, tmp_path_factory):
         "max_sampling_rounds": 1000,
     }
     if values["n_samples_per_prompt"] > 1 and values["custom_rm_path"].startswith("test_stream"):
-        values["dynamic_sampling_filter_path"] = data.draw(
-            st.sampled_from([None, "slime_retool.rollout.filters.check_reward_nonzero_std"]), label="filter"
-        )
+        values["dynamic_sampling_filter_path"] = data.draw(st.sampled_from([None, FILTER]), label="filter")
     pauses = data.draw(st.lists(st.integers(0, 30), min_size=6, max_size=6), label="ticks between hand-over and update")
     config = make_config(tmp_path_factory.mktemp("stream"), **values)
 
