@@ -23,11 +23,13 @@ class WebServer:
 
     def __init__(self) -> None:
         self.status: dict[str, int | None] = {}
+        self.asked: list[str] = []
         self.released = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                outer.asked.append(self.path)
                 if (status := outer.status.get(self.path, 200)) is None:
                     outer.released.wait(60)
                     status = 200
@@ -234,6 +236,33 @@ def test_an_engine_that_refuses_connections_leaves_only_once_something_failed(ca
         upkeep.look()
         assert upkeep.faults == 1
     assert "engine 1 refuses connections" in caplog.text
+
+
+def test_an_engine_that_refuses_connections_since_it_dies_is_told_by_its_end(monkeypatch, caplog):
+    parts = Parts()
+    with kept(parts) as upkeep:
+        monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 60.0)
+        parts.engines[1].close()
+        threading.Timer(0.3, setattr, (parts.engines[1], "dead", "was ended by SIGKILL")).start()
+        upkeep.look()
+        assert upkeep.faults == 1
+    assert "engine 1 was ended by SIGKILL" in caplog.text and "refuses" not in caplog.text
+
+
+def test_an_engine_is_asked_for_a_token_no_more_often_than_it_should_be(monkeypatch):
+    parts = Parts(1)
+    server = parts.engines[0].server
+    assert server is not None
+    with kept(parts) as upkeep:
+        until(lambda: server.asked.count("/health_generate") > 2)  # every twentieth of a second here
+        monkeypatch.setattr(module, "PROBE_SECONDS", 3600.0)
+        upkeep.look()
+        time.sleep(0.1)  # the probe that had begun
+        asked = server.asked.count("/health_generate")
+        for _ in range(10):
+            upkeep.look()
+            time.sleep(0.02)
+        assert server.asked.count("/health_generate") == asked
 
 
 @pytest.mark.parametrize(("status", "faults"), [(503, 1), (500, 0)], ids=["going down", "some error"])
