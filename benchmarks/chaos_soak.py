@@ -193,7 +193,8 @@ def strike(kind: str, processes: list[psutil.Process], rng: random.Random) -> bo
 def judge(report: Report, folder: Path, steps: int) -> None:
     """Fill in what the run's files say, and what is wrong with it."""
     rows = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-    trained = [row for row in rows if "perf/step_seconds" in row]
+    # The times of a step are lost where a trainer dies between its save and the step's end.
+    trained = [row for row in rows if "train/loss" in row]
     report.steps = len(trained)
     report.moved = sum(row.get("rollout/engine_moved", 0) for row in trained)
     for row in trained:
@@ -201,7 +202,7 @@ def judge(report: Report, folder: Path, steps: int) -> None:
             if name.startswith("rollout/failed_"):
                 report.failed[name] = report.failed.get(name, 0) + value
     fifth = max(1, len(trained) // 5)
-    memory = [row["memory/driver_host_gib"] for row in trained]
+    memory = [row["memory/driver_host_gib"] for row in trained if "memory/driver_host_gib" in row]
     if memory:
         report.driver_gib = [round(fmean(part), 3) for part in (memory[fifth : 2 * fifth] or memory, memory[-fifth:])]
     evaluations = [row["eval/held_out/accuracy"] for row in rows if "eval/held_out/accuracy" in row]

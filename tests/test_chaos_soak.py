@@ -22,7 +22,8 @@ def results(folder: Path, steps: int, *, memory: float = 1.0, numbers: list[list
     (folder / "rollouts").mkdir(parents=True)
     rows = [
         {
-            "step": step, "perf/step_seconds": 1.0, "memory/driver_host_gib": 1.0 if step < steps // 2 else memory,
+            "step": step, "train/loss": 0.1,
+            **({"memory/driver_host_gib": 1.0 if step < steps // 2 else memory} if step != 3 else {}),
             "rollout/engine_moved": 2.0, **({"rollout/failed_tool": 3.0} if step == 1 else {}),
         }
         for step in range(steps)
