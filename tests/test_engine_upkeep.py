@@ -257,7 +257,8 @@ def test_an_engine_is_asked_for_a_token_no_more_often_than_it_should_be(monkeypa
         until(lambda: server.asked.count("/health_generate") > 2)  # every twentieth of a second here
         monkeypatch.setattr(module, "PROBE_SECONDS", 3600.0)
         upkeep.look()
-        time.sleep(0.1)  # the probe that had begun
+        probe = upkeep._members[0].watch.probe  # which had begun
+        assert probe is not None and probe.answer.result(60)
         asked = server.asked.count("/health_generate")
         for _ in range(10):
             upkeep.look()
