@@ -18,7 +18,7 @@ class Interrupts:
     """Use it as a context manager in the main thread; in another one it changes nothing.
 
     `asked` is set by the first signal, which raises KeyboardInterrupt like all later ones unless it comes inside of a
-    `deferred` block.
+    `deferred` block, outside of the `ending` blocks in it.
     """
 
     def __init__(self, *, defers: bool) -> None:
@@ -35,6 +35,17 @@ class Interrupts:
             yield
         finally:
             self._deferring = False
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Inside of a deferred block, what a first signal need not wait for: raises KeyboardInterrupt if one came."""
+        self._deferring, before = False, self._deferring
+        try:
+            if self.asked:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._deferring = before
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():

@@ -216,6 +216,16 @@ class Loop:
             else:
                 self._evaluate(first - 1)
             self._laps("evaluation")
+        with self._interrupts.deferred():
+            self._train(first, end)
+        # After a run with nothing left to do the last checkpoint is the one it was to go on from.
+        source = config.save if first < end else config.load if first > 0 else None
+        if config.save_hf is not None and source is not None and not config.debug_rollout_only:
+            self._export(source)
+
+    def _train(self, first: int, end: int) -> None:
+        """Every step from the rollout `first` on, and the last checkpoint to its end."""
+        config = self._config
         if first < end:
             self._metrics.log(first, self._laps.metrics())
             logger.info("started in %s", self._laps)
@@ -241,10 +251,9 @@ class Loop:
                 except TrainerDied as error:
                     rollout_id = self._restart_trainers(rollout_id, error)
                 bar.update(rollout_id - bar.n)
-        # After a run with nothing left to do the last checkpoint is the one it was to go on from.
-        source = config.save if first < end else config.load if first > 0 else None
-        if config.save_hf is not None and source is not None and not config.debug_rollout_only:
-            self._export(source)
+        if self._interrupts.asked:  # while the last checkpoint was written
+            self._save_at_once(end - 1)
+            raise KeyboardInterrupt
 
     def _round(self, bar: tqdm[NoReturn], rollout_id: int) -> None:
         """One step, and the evaluation after it."""
@@ -255,21 +264,19 @@ class Loop:
                 profiler = StepProfiler(config, rollout_id, self._rollout, cluster.trainers, cluster.engines)
                 stack.enter_context(closing(profiler))
             phases = Phases(self._show_phase)
-            with self._interrupts.deferred():
-                metrics = self._step(rollout_id, phases)
+            metrics = self._step(rollout_id, phases)
             self._show(bar, rollout_id, metrics)
             try:
-                if self._interrupts.asked:
-                    raise KeyboardInterrupt
-                if evaluates_after(config, rollout_id):
-                    if config.max_staleness and rollout_id + 1 < self._num_rollout:
-                        self._rollout.begin_evaluation(rollout_id)
-                        self._evaluating = rollout_id
-                    else:
-                        with phases.aside("evaluation"):
-                            self._evaluate(rollout_id)
-                if profiler is not None:
-                    profiler.write(phases.spans, metrics)
+                with self._interrupts.ending():
+                    if evaluates_after(config, rollout_id):
+                        if config.max_staleness and rollout_id + 1 < self._num_rollout:
+                            self._rollout.begin_evaluation(rollout_id)
+                            self._evaluating = rollout_id
+                        else:
+                            with phases.aside("evaluation"):
+                                self._evaluate(rollout_id)
+                    if profiler is not None:
+                        profiler.write(phases.spans, metrics)
             except KeyboardInterrupt:
                 self._save_at_once(rollout_id)
                 raise

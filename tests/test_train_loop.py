@@ -450,8 +450,8 @@ def test_a_save_goes_on_beside_the_next_steps_and_never_beside_another(looks, fl
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["train", "evaluate", "update"])
-def test_a_first_signal_ends_the_run_after_the_step_with_a_checkpoint(where, number, tmp_path, caplog):
+@pytest.mark.parametrize("where", ["metrics", "train", "evaluate", "update", "show", "last save"])
+def test_a_first_signal_ends_the_run_after_the_step_with_a_checkpoint(where, number, tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
 
     class Interrupted(SavingParts):
@@ -474,11 +474,27 @@ def test_a_first_signal_ends_the_run_after_the_step_with_a_checkpoint(where, num
                 signal.raise_signal(number)
             return 1
 
+        def finish_save(self, wait: bool) -> float | None:
+            if where == "last save" and wait:
+                signal.raise_signal(number)
+            return super().finish_save(wait)
+
     before = signal.getsignal(number)
     parts = Interrupted(tmp_path / "new")
     evaluated = {"eval_interval": 1, "eval_prompt_data": ["set", "set.jsonl"]} if where == "evaluate" else {}
+    run = loop(tmp_path, parts, num_rollout=1 if where == "last save" else 5, rollout_num_gpus=1, **evaluated)
+    owner, name = {"metrics": (run._metrics, "log"), "show": (run, "_show")}.get(where, (None, ""))
+    if owner is not None:  # before the first step, and between a step and what follows it
+        method = getattr(owner, name)
+
+        def signalled(*arguments: Any) -> None:
+            method(*arguments)
+            if not run._interrupts.asked:
+                signal.raise_signal(number)
+
+        monkeypatch.setattr(owner, name, signalled)
     with pytest.raises(KeyboardInterrupt):
-        loop(tmp_path, parts, num_rollout=5, save_hf=None, rollout_num_gpus=1, **evaluated).run()
+        run.run()
     assert parts.trained == 1 and latest_iteration(tmp_path / "new") == 0
     assert f"saved after rollout 0 in {tmp_path / 'new'}" in caplog.text
     assert signal.getsignal(number) is before
