@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
-import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -494,13 +494,16 @@ class Client(Model):
 
     def __init__(self, url: str, *, concurrency: int, **_: Any) -> None:
         super().__init__(length_by(7, 300), version=int(url))
-        self.concurrency, self.waiting, self.serves = concurrency, 0, True
+        self.concurrency, self.waiting = concurrency, 0
+        self.serves = math.inf
+        """So many requests still; later ones wait until it grows."""
 
     async def generate(self, *args: Any, **options: Any) -> Completion:
         self.waiting += 1
-        while not self.serves:
+        while self.serves < 1:
             await asyncio.sleep(0.001)
         self.waiting -= 1
+        self.serves -= 1
         return await super().generate(*args, **options)
 
     def take_stats(self) -> EngineStats:
@@ -534,16 +537,14 @@ def test_conversations_that_wait_for_an_engine_do_not_hold_up_the_update_that_it
     """Engines that started anew while the trainer worked get their weights by the update, and serve after it."""
     with rl_manager(tmp_path, monkeypatch) as manager:
         manager.connect("1")
+        client = manager._client
+        client.serves = 12
         manager.go_on(1)
         manager.generate(0)
-        client = manager._client
-        client.serves = False
-        client.abort()
-        while not client.waiting:
-            time.sleep(0.001)
+        assert client.waiting and client.running == 0
         do_update(manager)
         assert client.running == 0
-        client.serves = True
+        client.serves = math.inf
         batch = manager.generate(1)
     assert len(batch.samples) == 12
     for sample in batch.samples:
