@@ -367,6 +367,17 @@ async def test_while_no_engine_serves_requests_wait_and_then_go_to_the_new_route
     assert service.looks == 5
 
 
+async def test_a_request_that_begins_while_no_engine_serves_waits_as_others_do(monkeypatch):
+    monkeypatch.setattr("slime_retool.rollout.engine_client.SERVING_POLL_SECONDS", 0.01)
+
+    def come_back_later(service: Service) -> None:
+        service.serving = service.looks > 2
+
+    async with kept([lost], come_back_later) as (client, service):
+        service.serving, service.faults = False, 2
+        assert (await client.generate([1, 2], {})).ids == [5, 6, 7]
+
+
 async def test_a_request_never_goes_to_a_router_that_was_replaced_before():
     async with kept([], lambda service: None) as (client, service):
         client._url = "http://127.0.0.1:1"  # where it was when the client was made

@@ -28,6 +28,8 @@ ROUTING_HEADER = "X-SMG-Routing-Key"
 
 
 SERVING_POLL_SECONDS = 0.2
+NONE_SERVES = -1
+"""In the place of a count of faults: the last engine had left already, so that a request fails for that."""
 
 
 class RouterClient(JsonClient):
@@ -67,7 +69,9 @@ class RouterClient(JsonClient):
         return self._url if self._service is None else self._service.url
 
     def _faults(self) -> int:
-        return 0 if self._service is None else self._service.faults
+        if self._service is None:
+            return 0
+        return self._service.faults if self._service.serving else NONE_SERVES
 
     async def _fault_since(self, faults: int) -> bool:
         if self._service is None:
