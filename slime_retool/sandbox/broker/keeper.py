@@ -24,7 +24,7 @@ _LOOK_EVERY = 0.01
 _REST = 4
 """Times as long as a round of looking took."""
 _CPU_STEP = 0.002
-"""Seconds of CPU time with which a process cannot write much: it is not looked at again before."""
+"""Seconds of CPU time with which a process cannot write much: it is not looked at again before, unless it rests."""
 _ENTRIES_AT_ONCE = 64
 
 
@@ -34,6 +34,8 @@ class _Watched:
     clock: int
     cpu: float = -1.0
     """Of the process when it was looked at last."""
+    seen: float = -1.0
+    """Of the process a moment ago."""
 
 
 class Keeper:
@@ -109,7 +111,9 @@ class Keeper:
                 cpu = time.clock_gettime(watched.clock)
             except OSError:
                 continue  # it has ended
-            if cpu - watched.cpu < _CPU_STEP:
+            works = cpu != watched.seen
+            watched.seen = cpu
+            if cpu == watched.cpu or (works and cpu - watched.cpu < _CPU_STEP):
                 continue
             watched.cpu = cpu
             if exceeds(self._work, name, self._room - deleted_bytes(watched.pid, self._device), self._inodes):
