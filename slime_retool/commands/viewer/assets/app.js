@@ -100,6 +100,7 @@
     const asked = search.asked + 1;
     search = { query, hits: null, asked };
     if (!query) return apply();
+    byId("count").textContent = "searching"; // the index may have to be loaded first
     let drawn = 0;
     try {
       await Viewer.store.search(query, (hits, share) => {
