@@ -215,6 +215,8 @@ class Chaos:
         deadline = time.monotonic() + SETTLE_SECONDS
         await settle(self.box)  # a broker that was killed after the last answer has been replaced
         while (last := self.resources()) != first and time.monotonic() < deadline:
+            # More at once than processes wait: one that was killed in its set-up is replaced for a call that needs it.
+            await asyncio.gather(*(self.box.run("1") for _ in range(self.box.policy.concurrency)))
             await settle(self.box)
             await asyncio.sleep(0.1)
         if last != first:

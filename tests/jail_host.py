@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,9 @@ def zombies() -> list[int]:
     return found
 
 
-def cpu_ticks(words: str) -> int:
+def cpu_ticks(pids: Iterable[int]) -> int:
     total = 0
-    for pid in processes(words):
+    for pid in pids:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -238,9 +239,9 @@ async def judge(box: Sandbox, case: dict[str, Any]) -> list[str]:
     if len(text) > 200_000:
         wrong.append(f"{len(text)} characters of output")
     if "idle" in case:
-        before = cpu_ticks("boot.py")
+        before = cpu_ticks(processes("boot.py"))
         await asyncio.sleep(0.5)
-        if (used := cpu_ticks("boot.py") - before) > 10:
+        if (used := cpu_ticks(processes("boot.py")) - before) > 10:
             wrong.append(f"{used} ticks of CPU after the call")
     if "then" in case:
         later = await box.run(case["then"])

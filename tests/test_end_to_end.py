@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from dist_utils import run_distributed
+from faults.fault_hooks import engine_processes
 from ray_utils import Host, pretend_hosts
 from run_utils import make_model, rl_values
 from sglang_utils import engine_config
@@ -91,11 +92,7 @@ def served(output: Path, rank: int) -> int:
 
 def end_server(url: str) -> None:
     """Kill the SGLang process that serves `url`."""
-    port = str(urlsplit(url).port).encode()
-    commands = {int(path.parent.name): path.read_bytes().split(b"\0") for path in Path("/proc").glob("[0-9]*/cmdline")}
-    found = [pid for pid, words in commands.items() if words[1:3] == [b"-m", b"sglang.launch_server"] and port in words]
-    assert len(found) == 1
-    os.kill(found[0], signal.SIGKILL)
+    os.kill(engine_processes(url)[0], signal.SIGKILL)
 
 
 def train_twice(rank: int, world_size: int, config: Config, samples: list[TrainSample]) -> list[dict[str, float]]:

@@ -153,8 +153,9 @@ def test_without_the_freeze_a_thread_runs_between_cells(level: str) -> None:
 
     async def use(box: Sandbox) -> int:
         await box.session("s").run(cell)
-        before, deadline = jail_host.cpu_ticks("boot.py"), time.monotonic() + 60
-        while (used := jail_host.cpu_ticks("boot.py") - before) <= 10 and time.monotonic() < deadline:
+        own = sandbox_soak.family(box._client.broker_pid)
+        before, deadline = jail_host.cpu_ticks(own), time.monotonic() + 60
+        while (used := jail_host.cpu_ticks(own) - before) <= 10 and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         return used
 
@@ -206,7 +207,8 @@ async def main():
     async with Sandbox(SandboxPolicy(isolation={level!r}, packages=())) as box:
         await box.session("s").run("x = 1")
         calls = [asyncio.ensure_future(box.run("while True: pass", timeout=600)) for _ in range(4)]
-        await asyncio.sleep(0.3)
+        while (await box.stats())["running"] < 4:  # one that has not begun would be run by the next broker
+            await asyncio.sleep(0.02)
         print(box._client.broker_pid, flush=True)
         print([call.status.value for call in await asyncio.gather(*calls)], flush=True)
 asyncio.run(main())
@@ -244,4 +246,4 @@ def test_while_its_processes_are_killed_no_call_is_wrong_doubled_or_lost(level: 
 
     report = in_box(level, use, packages=("numpy",), concurrency=8)
     assert report.problems == []
-    assert sum(report.killed.values()) > 0 and report.statuses["ok"] > 200
+    assert sum(report.killed.values()) > 0 and report.statuses["ok"] > 50

@@ -319,8 +319,8 @@ def test_an_unfinished_line_survives_a_kill(level: str) -> None:
     async def use(box: Sandbox) -> list[Result]:
         session = box.session("s")
         await session.run("1")
-        calls = [box.run(code + "\nwhile True: pass", timeout=1) for code in codes]
-        calls.append(session.run("print('cell', end='')\nwhile True: pass", timeout=1))
+        calls = [box.run(code + "\nwhile True: pass", timeout=5) for code in codes]
+        calls.append(session.run("print('cell', end='')\nwhile True: pass", timeout=5))
         return list(await asyncio.gather(*calls))
 
     assert [result.stdout for result in in_box(level, use)] == [*codes.values(), "cell"]

@@ -73,8 +73,8 @@ def test_generation_goes_on_across_updates(layout: str, model: Path, tmp_path: P
     continued = sum(row["rollout/requests_continued"] for row in steps)
     reread = sum(row["rollout/reread_tokens"] for row in steps)
     assert continued > 0
-    # In turns the engine's cache is gone, unless it is kept: at least the prompts are read again.
-    assert reread > 10 * continued if layout == "in turns" else reread <= 2 * continued
+    # In turns the engine's cache is gone, unless it is kept: prompts are read again, each for several samples.
+    assert reread > 4 * continued if layout == "in turns" else reread <= 2 * continued
     evaluated = read_lines(tmp_path / "out" / "eval" / "small_000001.jsonl")
     assert {v for row in evaluated for v in row["token_versions"]} == {3}
 

@@ -20,7 +20,7 @@ from sglang_utils import make_tiny_checkpoint
 from slime_retool.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(3600)
 BUILT_FROM = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "slime_retool", "megatron_bridge", "scripts")
 
 
@@ -84,7 +84,7 @@ def installed(wheel: Path, tmp_path_factory) -> Run:
     def run(*command: object, expected: int = 0) -> str:
         done = subprocess.run(
             [str(word) for word in command], cwd=folder / "work", env=environment, text=True, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800,
         )  # fmt: skip
         assert done.returncode == expected, done.stdout[-9000:]
         return done.stdout

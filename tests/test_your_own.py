@@ -18,7 +18,7 @@ from slime_retool.protocols import load_function
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.types import Sample, SampleStatus
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(3600)
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "your_own.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -60,7 +60,7 @@ def run(block: str, folder: Path) -> None:
         "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0",
     }  # fmt: skip
     done = subprocess.run(
-        ["bash", "-e", "-c", block], cwd=folder, env=environment, text=True, check=False, timeout=600,
+        ["bash", "-e", "-c", block], cwd=folder, env=environment, text=True, check=False, timeout=1800,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-9000:]

@@ -15,7 +15,7 @@ from slime_retool.errors import SlimeRetoolError
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 60.0
-DEATH_SECONDS = 5.0
+DEATH_SECONDS = 20.0
 """For Ray to learn that a process died, after its peers saw it."""
 
 

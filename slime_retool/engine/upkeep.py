@@ -39,7 +39,7 @@ PROBE_GRACE = 5.0
 """How much longer than the engine itself a probe waits for its answer."""
 ANSWER_SECONDS = 20.0
 """For a paused engine to answer a question that its scheduler takes part in."""
-LAST_WORDS_SECONDS = 3.0
+LAST_WORDS_SECONDS = 15.0
 """For the end of a process to be known once its server refuses connections."""
 
 

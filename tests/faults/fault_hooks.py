@@ -10,6 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ def command(pid: int) -> bytes:
 def send(url: str, number: signal.Signals) -> None:
     """Send a signal to all processes of an engine, as to a machine that dies or hangs as a whole."""
     for pid in engine_processes(url):
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # some end with others
+            os.kill(pid, number)
 
 
 def turns_are_token_exact(sample: Any) -> bool:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -139,7 +140,8 @@ def test_conversations_go_on_through_another_router(run: Run):
 
     async def fault() -> None:
         for pid in find(str(old.rsplit(":", 1)[1]), "--worker-urls"):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # one ends with the other
+                os.kill(pid, signal.SIGKILL)
 
     batch = run.generate({5: fault})
     assert run.cluster.engines.service.url != old and batch.metrics["rollout/engine_moved"] > 0
