@@ -252,7 +252,8 @@ class Loop:
                     rollout_id = self._restart_trainers(rollout_id, error)
                 bar.update(rollout_id - bar.n)
         if self._interrupts.asked:  # while the last checkpoint was written
-            self._save_at_once(end - 1)
+            if first < end:
+                self._save_at_once(end - 1)
             raise KeyboardInterrupt
 
     def _round(self, bar: tqdm[NoReturn], rollout_id: int) -> None:

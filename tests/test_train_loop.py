@@ -513,6 +513,15 @@ def test_a_signal_ends_the_run_at_once(flags, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_signal_where_nothing_is_left_to_do_saves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("slime_retool.train.warn_of_room", lambda *_: signal.raise_signal(signal.SIGTERM))
+    parts = SavingParts(tmp_path / "new")
+    parts.first = 2
+    with pytest.raises(KeyboardInterrupt):
+        loop(tmp_path, parts, save_hf=None).run()
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_checkpoint_holds_the_id_of_the_trackers_run(tmp_path):
     kept: dict[str, Any] = {}
 
