@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +107,10 @@ def processes_with(mark: str) -> dict[int, str]:
             except OSError:  # it ended meanwhile
                 continue
     return found
+
+
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Of those that may end with one another."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_utils import heed_interrupts, make_model, rl_values
-from sglang_utils import processes_with
+from sglang_utils import processes_with, signal_all
 
 from benchmarks.check_trace import differences, pieces_of, problems, read_trace, sums
 from slime_retool.metrics import read_metrics
@@ -62,9 +61,7 @@ def test_a_killed_run_resumes_with_the_same_losses(model: Path, tmp_path: Path):
     while not (saved.exists() and int(saved.read_text()) >= 1):
         assert killed.poll() is None, "the run ended before it could be killed"
         time.sleep(0.005)
-    for pid in processes_of(run):
-        with suppress(ProcessLookupError):  # some end with others
-            os.kill(pid, signal.SIGKILL)
+    signal_all(processes_of(run), signal.SIGKILL)
     killed.wait(timeout=300)
     resumed, _ = start(sft("killed"))
     output, _ = resumed.communicate(timeout=600)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import errno
 import gc
 import inspect
@@ -16,10 +15,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from test_jail import LEVELS, in_box
 
@@ -198,32 +199,37 @@ def test_removal_goes_in_steps(tmp_path: Path) -> None:
     os.close(parent)
 
 
+@contextmanager
+def keeper_in(folder: Path) -> Iterator[tuple[keeper.Keeper, socket.socket]]:
+    """A keeper of the folders there, and the broker's end of its socket."""
+    for name in (trees.WORK, trees.TRASH):
+        (folder / name).mkdir(exist_ok=True)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(pack({"folder": str(folder), "limits": {"max_disk_mb": 1, "max_inodes": 9}}))
+        yield keeper.Keeper(theirs), ours
+
+
 def test_what_a_keeper_left_is_removed_by_the_next(tmp_path: Path) -> None:
     for name in (trees.WORK, trees.TRASH):
         (tmp_path / name).mkdir()
     nest(tmp_path / trees.TRASH / ".0", 3)
     (tmp_path / trees.TRASH / ".1").mkdir()
     nest(tmp_path / trees.WORK / "mine", 3)
-    ours, theirs = socket.socketpair()
-    ours.sendall(pack({"folder": str(tmp_path), "limits": {"max_disk_mb": 1, "max_inodes": 9}}))
-    made = keeper.Keeper(theirs)
-    made._on_message({"remove": "mine"})
-    while made._remover:
-        made._remover.step(10)
-    assert [list((tmp_path / name).iterdir()) for name in (trees.WORK, trees.TRASH)] == [[], []]
-    frames = Frames()
-    frames.feed(ours.recv(1 << 16))
-    assert frames.take() == {"removed": "mine"}
-    for end in (ours, theirs):
-        end.close()
+    with keeper_in(tmp_path) as (made, ours):
+        made._on_message({"remove": "mine"})
+        while made._remover:
+            made._remover.step(10)
+        assert [list((tmp_path / name).iterdir()) for name in (trees.WORK, trees.TRASH)] == [[], []]
+        frames = Frames()
+        frames.feed(ours.recv(1 << 16))
+        assert frames.take() == {"removed": "mine"}
 
 
 def test_files_of_a_process_that_does_not_run_are_not_looked_at_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dozen neighbours with a thousand files each then cost nothing."""
-    for name in (trees.WORK, trees.TRASH):
-        (tmp_path / name).mkdir()
     looks: collections.Counter[str] = collections.Counter()
 
     def exceeds(parent: int, name: str, room: int, inodes: int) -> bool:
@@ -231,42 +237,32 @@ def test_files_of_a_process_that_does_not_run_are_not_looked_at_again(
         return False
 
     monkeypatch.setattr(keeper, "exceeds", exceeds)
-    ours, theirs = socket.socketpair()
-    ours.sendall(pack({"folder": str(tmp_path), "limits": {"max_disk_mb": 1, "max_inodes": 9}}))
-    made = keeper.Keeper(theirs)
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(99)"], stdout=-1)
-    sleeper.stdout.readline()
-    made._on_message({"watch": "sleeps", "pid": sleeper.pid, "clock": ~sleeper.pid << 3 | 2})
-    made._on_message({"watch": "works", "pid": os.getpid(), "clock": ~os.getpid() << 3 | 2})
-    for _ in range(20):
-        made._look()
-        for _ in range(10**5):
-            pass  # some milliseconds
-    sleeper.kill()
-    sleeper.wait()
-    sleeper.stdout.close()
-    for end in (ours, theirs):
-        end.close()
+    with keeper_in(tmp_path) as (made, _):
+        sleeper = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(99)"], stdout=-1)
+        sleeper.stdout.readline()
+        made._on_message({"watch": "sleeps", "pid": sleeper.pid, "clock": ~sleeper.pid << 3 | 2})
+        made._on_message({"watch": "works", "pid": os.getpid(), "clock": ~os.getpid() << 3 | 2})
+        for _ in range(20):
+            made._look()
+            for _ in range(10**5):
+                pass  # some milliseconds
+        sleeper.kill()
+        sleeper.wait()
+        sleeper.stdout.close()
     assert looks["sleeps"] <= 2 and looks["works"] > 3  # it may have been on its way to sleep
 
 
 def test_what_a_call_wrote_before_it_rests_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A little CPU time writes megabytes where disks are fast; then it sleeps, and its clock stands still."""
-    for name in (trees.WORK, trees.TRASH):
-        (tmp_path / name).mkdir()
     looks: list[float] = []
     clock = iter([0.5, 0.501, 0.501, 0.501, 0.5015, 0.502, 0.502, 0.502, 0.505])
     monkeypatch.setattr(keeper.time, "clock_gettime", lambda number: looks.append(next(clock)) or looks[-1])
     seen: list[float] = []
     monkeypatch.setattr(keeper, "exceeds", lambda *_: seen.append(looks[-1]) or False)
-    ours, theirs = socket.socketpair()
-    ours.sendall(pack({"folder": str(tmp_path), "limits": {"max_disk_mb": 1, "max_inodes": 9}}))
-    made = keeper.Keeper(theirs)
-    made._on_message({"watch": "call", "pid": os.getpid(), "clock": 1})
-    for _ in range(9):
-        made._look()
-    for end in (ours, theirs):
-        end.close()
+    with keeper_in(tmp_path) as (made, _):
+        made._on_message({"watch": "call", "pid": os.getpid(), "clock": 1})
+        for _ in range(9):
+            made._look()
     assert seen == [0.5, 0.501, 0.502, 0.505]
 
 
@@ -510,11 +506,7 @@ def test_calls_that_wait_when_the_broker_dies_are_run_by_the_next(level: str, ca
 
 def test_leaving_while_a_broker_is_being_replaced_leaves_none() -> None:
     def children() -> set[int]:
-        found: set[int] = set()
-        for file in Path("/proc/self/task").glob("*/children"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
-                found.update(map(int, file.read_text().split()))
-        return found
+        return {child.pid for child in psutil.Process().children()}
 
     async def use() -> tuple[set[int], Result]:
         async with Sandbox(SandboxPolicy(isolation="none")) as box:

@@ -6,15 +6,15 @@ is appended as an observation. A fault is an action in place of the n-th call.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from sglang_utils import signal_all
 
 from slime_retool.config import Config
 from slime_retool.errors import ToolUnavailable
@@ -102,9 +102,7 @@ def command(pid: int) -> bytes:
 
 def send(url: str, number: signal.Signals) -> None:
     """Send a signal to all processes of an engine, as to a machine that dies or hangs as a whole."""
-    for pid in engine_processes(url):
-        with suppress(ProcessLookupError):  # some end with others
-            os.kill(pid, number)
+    signal_all(engine_processes(url), number)
 
 
 def turns_are_token_exact(sample: Any) -> bool:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 from run_utils import make_model, rl_values
-from sglang_utils import engine_config
+from sglang_utils import engine_config, signal_all
 
 from faults.fault_hooks import (
     engine_processes,
@@ -139,9 +137,7 @@ def test_conversations_go_on_through_another_router(run: Run):
     old = run.cluster.engines.service.url
 
     async def fault() -> None:
-        for pid in find(str(old.rsplit(":", 1)[1]), "--worker-urls"):
-            with suppress(ProcessLookupError):  # one ends with the other
-                os.kill(pid, signal.SIGKILL)
+        signal_all(find(str(old.rsplit(":", 1)[1]), "--worker-urls"), signal.SIGKILL)
 
     batch = run.generate({5: fault})
     assert run.cluster.engines.service.url != old and batch.metrics["rollout/engine_moved"] > 0
