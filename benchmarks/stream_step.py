@@ -42,9 +42,11 @@ LAYOUTS = {
 REPORTED = (
     "perf/step_seconds", "perf/generate_seconds", "perf/train_seconds", "perf/log_probs_seconds", "perf/sync_seconds",
     "perf/offload_seconds", "perf/idle_seconds", "rollout/tokens_per_second", "rollout/reward_mean",
-    "rollout/response_tokens_mean", "rollout/response_tokens_max", "train/logprob_abs_diff", "train/tokens",
-    "rollout/staleness_mean", "rollout/reread_ratio", "rollout/requests_interrupted", "rollout/groups_dropped_stale",
-    "rollout/samples_dropped_stale_ratio", "rollout/engine_busy_share", "rollout/requests_running_mean",
+    "rollout/response_tokens_mean", "rollout/response_tokens_max", "rollout/tool_calls_mean",
+    "rollout/tool_seconds_mean", "rollout/tool_seconds_max", "rollout/model_tokens", "train/logprob_abs_diff",
+    "train/tokens", "rollout/staleness_mean", "rollout/reread_ratio", "rollout/requests_interrupted",
+    "rollout/groups_dropped_stale", "rollout/samples_dropped_stale_ratio", "rollout/engine_busy_share",
+    "rollout/requests_running_mean",
 )  # fmt: skip
 SHOWN = (
     "perf/step_seconds", "perf/generate_seconds", "perf/train_seconds", "perf/sync_seconds", "perf/offload_seconds",

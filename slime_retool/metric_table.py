@@ -65,6 +65,8 @@ GROUPS = (
         "rollout/tool_call_rate": "share of samples that called a tool",
         "rollout/tool_calls_mean": "calls of a sample",
         "rollout/tool_error_rate": "share of calls that ended in an error",
+        "rollout/tool_seconds_mean": "seconds of a call, its wait for a free place included",
+        "rollout/tool_seconds_max": "the longest call: near `--tool-timeout` it is what the step waits for",
         "rollout/malformed_call_rate": "share of samples with a call that could not be read",
         "rollout/log_prob_mean": "mean log-prob of the model's own tokens as the engine gave it, nats",
         "rollout/weight_version": "version of the weights that the engines hold after this step",

@@ -127,6 +127,18 @@ def test_the_share_of_samples_with_malformed_calls_is_reported() -> None:
     assert sample_metrics(samples, None)["malformed_call_rate"] == 0.25
 
 
+def test_the_seconds_of_calls_are_reported_where_one_ran() -> None:
+    broken = ("<tool_call>{bad</tool_call>", "stop")
+    samples = [run([CALL, broken, CALL, ANSWER])[0], run([broken, ANSWER])[0]]
+    for sample in samples:
+        sample.reward = 1.0
+    calls = [span for span in samples[0].spans if span["status"] == "ok"]
+    calls[0]["seconds"], calls[1]["seconds"] = 1.0, 10.0
+    metrics = sample_metrics(samples, None)
+    assert (metrics["tool_seconds_mean"], metrics["tool_seconds_max"]) == (5.5, 10.0)
+    assert "tool_seconds_max" not in sample_metrics(samples[1:], None)
+
+
 def test_calls_of_one_turn_run_at_once_and_are_answered_in_order() -> None:
     running = 0
     most = 0

@@ -84,6 +84,7 @@ CONCURRENCY="${CONCURRENCY:-512}"        # requests of one run at once
 SERVED="${SERVED:-1024}"                 # requests of a shared server that decode at once
 APART="${APART:-3}"                      # seconds between the starts of RL runs
 ISOLATION="${ISOLATION:-namespaces}"
+TOOL_TIMEOUT="${TOOL_TIMEOUT:-5}"        # seconds of a call; a step waits for its longest
 read -r -a RL_FLAGS <<< "${RL_FLAGS:-}"
 read -r -a SFT_FLAGS <<< "${SFT_FLAGS:-}"
 read -r -a EVAL_FLAGS <<< "${EVAL_FLAGS:-}"
@@ -231,6 +232,7 @@ measure() {
   launch "${output}" ${LIMIT[@]+"${LIMIT[@]}"} "${PYTHON}" -m slime_retool.cli eval --device "${DEVICE}" --hf-checkpoint "$(folder_of "${model}")" \
     --rollout-external-urls "${url}" --output-dir "${output}" --input-key "${form}" --no-progress \
     --rm-type math_verify --sandbox-isolation "${ISOLATION}" --max-turns 4 --max-tool-calls 3 \
+    --tool-timeout "${TOOL_TIMEOUT}" \
     --rollout-max-context-len "${CONTEXT}" --sglang-server-concurrency "${CONCURRENCY}" \
     ${hooks[@]+"${hooks[@]}"} "$@" ${EVAL_FLAGS[@]+"${EVAL_FLAGS[@]}"}
 }
@@ -393,7 +395,8 @@ train_rl() {
     --eval-prompt-data gsm8k "${PREPARED}/eval/gsm8k.jsonl" math500 "${PREPARED}/eval/math500.jsonl" \
     --eval-interval "${EVAL_EVERY}" --eval-temperature 0 --eval-max-response-len "${EVAL_RESPONSE}" \
     ${before[@]+"${before[@]}"} ${hooks[@]+"${hooks[@]}"} --rm-type math_verify --sandbox-isolation "${ISOLATION}" \
-    --max-turns 4 --max-tool-calls 3 --rollout-max-response-len "${RESPONSE}" --rollout-max-prompt-len "${PROMPT}" \
+    --max-turns 4 --max-tool-calls 3 --tool-timeout "${TOOL_TIMEOUT}" \
+    --rollout-max-response-len "${RESPONSE}" --rollout-max-prompt-len "${PROMPT}" \
     --rollout-max-context-len "${CONTEXT}" --num-rollout "${RL_STEPS}" --rollout-batch-size "${RL_PROMPTS}" \
     --n-samples-per-prompt "${RL_SAMPLES}" --global-batch-size "${RL_BATCH}" --eps-clip 0.2 --eps-clip-high 0.28 \
     --calculate-per-token-loss --use-dynamic-batch-size --max-tokens-per-gpu "${MAX_TOKENS}" \

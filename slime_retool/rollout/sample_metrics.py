@@ -62,9 +62,18 @@ def sample_metrics(
         # Observations hold 0.0, so the sum is over the model's own tokens.
         "log_prob_mean": sum(sum(sample.rollout_log_probs) for sample in usable) / max(sum(model_tokens), 1),
     }
+    if call_seconds := tool_seconds(usable):
+        metrics |= {"tool_seconds_mean": fmean(call_seconds), "tool_seconds_max": max(call_seconds)}
     if versions:
         metrics |= {"weight_version_min": float(min(versions)), "weight_version_max": float(max(versions))}
     return metrics
+
+
+def tool_seconds(samples: Sequence[Sample]) -> list[float]:
+    """How long each executed call took, its wait for a free place included."""
+    return [
+        span["seconds"] for sample in samples for span in sample.spans if span["name"] == "tool" and "tool" in span
+    ]
 
 
 SOURCE_METRICS = (
