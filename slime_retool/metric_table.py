@@ -215,6 +215,7 @@ GROUPS = (
         "perf/reward_seconds": "seconds in which a sample waited for its reward, mostly while others were written",
         "perf/save_seconds": "writing the checkpoint until the disk has all of it; in the step that finds it complete",
         "perf/save_stall_seconds": "what the loop waited for it: for the one before, and for the copy to host memory",
+        "perf/save_wait_seconds": "the part of it that was for the one before, which the disk did not have yet",
         "perf/eval_seconds": "the evaluation; with `--max-staleness` what the loop waited for it",
         "perf/generate_tokens_per_second_per_gpu": "model tokens over generation's seconds and the engines' GPUs",
         "perf/train_tokens_per_second": "tokens of the batch over training's seconds",

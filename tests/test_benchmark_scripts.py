@@ -26,6 +26,7 @@ from benchmarks import (  # noqa: E402  # noqa: E402
     multiturn,
     parallel_curves,
     sft_batches,
+    start,
     step_overhead,
     stream_hooks,
     stream_step,
@@ -372,3 +373,12 @@ def test_the_steps_of_a_stream_are_averaged_after_the_warm_up() -> None:
         for words in ([], ["--layout", "shared"], ["--lengths"], ["--lengths", "--layout", "shared"])
     ]
     assert names == ["stream_step_ratio", "stream_shared_ratio", "stream_long_ratio", "stream_long_ratio"]
+
+
+def test_a_stall_is_counted_without_the_wait_for_another_write() -> None:
+    saves = [
+        {"perf/save_stall_seconds": 1.5, "perf/save_wait_seconds": 0.0},
+        {"perf/save_seconds": 23.0},
+        {"perf/save_stall_seconds": 6.0, "perf/save_wait_seconds": 5.0, "perf/save_seconds": 23.0},
+    ]
+    assert start.longest_stall(saves) == 1.5

@@ -420,9 +420,10 @@ class Clocked(SavingParts):
         self.left = self.looks
 
     def finish_save(self, wait: bool) -> float | None:
-        self.left = 0 if wait else self.left - 1
         if wait:
             self.events.append("wait")
+            self.now[0] += 5 if self.left > 1 else 0
+        self.left = 0 if wait else self.left - 1
         return None if self.left else 3.0
 
 
@@ -447,6 +448,8 @@ def test_a_save_goes_on_beside_the_next_steps_and_never_beside_another(looks, fl
     saved = [row["step"] for row in rows if "perf/save_stall_seconds" in row]
     assert saved == [int(event.split()[1]) for event in events if str(event).startswith("save")]
     assert sum(row.get("perf/save_seconds", 0) == 3.0 for row in rows) >= 1
+    waits = [row["perf/save_wait_seconds"] for row in rows if "perf/save_wait_seconds" in row]
+    assert waits == [5.0 if events[events.index(f"save {step}") - 1] == "wait" else 0.0 for step in saved]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

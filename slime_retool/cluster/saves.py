@@ -50,6 +50,7 @@ class Saves:
         """
         begin = time.monotonic()
         metrics = self.look(wait=True)
+        waited = time.monotonic() - begin
         self._begun.add(rollout_id)
         self._trainers.save(rollout_id, extra, background=not self._config.no_async_save)
         self.last, self._last_time = rollout_id, begin
@@ -59,7 +60,7 @@ class Saves:
             self._prune()
         else:
             self.writing = True
-        return metrics | {"perf/save_stall_seconds": stall}
+        return metrics | {"perf/save_stall_seconds": stall, "perf/save_wait_seconds": waited}
 
     def look(self, *, wait: bool = False) -> dict[str, float]:
         """Metrics of the save that has ended since the last look, if any; `wait`: for the one that goes on.

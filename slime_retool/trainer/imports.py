@@ -10,6 +10,7 @@ from megatron_bridge.cpu_compat import install_cpu_compat
 install_cpu_compat()
 
 import megatron.core.dist_checkpointing  # noqa: E402, F401
+import megatron.core.dist_checkpointing.strategies.torch  # noqa: E402, F401
 import megatron.core.distributed  # noqa: E402, F401
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
 import megatron.core.models.gpt.gpt_model  # noqa: E402, F401
