@@ -391,3 +391,30 @@ class TestScript:
             (tmp_path / "w" / "done" / "prepared" / name).touch()
         again = self.run("data", WORK=str(tmp_path / "w"), DATA_DIR=str(tmp_path / "none"))
         assert again.returncode == 0 and again.stdout.count("done before") == 2
+
+    @pytest.mark.parametrize(("parallel", "mps", "shared"), [("2", "1", True), ("2", "0", False), ("1", "1", False)])
+    def test_runs_on_one_gpu_share_it_through_a_server_that_ends_with_them(
+        self, tmp_path: Path, parallel: str, mps: str, shared: bool
+    ) -> None:
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        for name, text in {
+            "nvidia-cuda-mps-control": '[[ $# -gt 0 ]] || read -r word; echo "server ${1:-}${word:-}" >> "$CALLS"',
+            "python": 'echo "run ${CUDA_MPS_PIPE_DIRECTORY:-alone}" >> "$CALLS"',
+        }.items():
+            (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+            (programs / name).chmod(0o755)
+        calls = tmp_path / "calls"
+        done = self.run(
+            "rl", WORK=str(tmp_path / "w"), MODEL="0.5b", RUNS="grpo:1 grpo:2", DEVICE="cuda", APART="0",
+            PARALLEL=parallel, MPS=mps, PYTHON=str(programs / "python"), PATH=f"{programs}:/usr/bin:/bin",
+            CALLS=str(calls),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        lines = calls.read_text().splitlines()
+        if not shared:
+            assert lines == ["run alone", "run alone"]
+            return
+        assert (lines[0], lines[-1]) == ("server -d", "server quit") and len(lines) == 4
+        (folder,) = {line.removeprefix("run ") for line in lines[1:3]}
+        assert folder != "alone" and not Path(folder).exists()

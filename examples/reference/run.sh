@@ -15,6 +15,7 @@
 #   RUNS          RL runs, ALGORITHM:SEED: "grpo:1 grpo:2 plain:1"; plain is the control without the tool
 #   GPUS          "0 1 2": RL runs, and the traces of each set, go to these in turn (default: all on the first)
 #   RL_STEPS, SFT_EPOCHS, PARALLEL (RL runs side by side, on all GPUs together), and the others set below
+#   MPS           0: RL runs on one GPU take turns there, even where NVIDIA MPS would let them work at the same time
 #   RL_FLAGS, SFT_FLAGS, EVAL_FLAGS   further flags of slime_retool, which win
 #   RESULTS       where `table` writes (docs/results of a clone, or any folder)
 set -euo pipefail
@@ -84,6 +85,7 @@ CONCURRENCY="${CONCURRENCY:-512}"        # requests of one run at once
 SERVED="${SERVED:-1024}"                 # requests of a shared server that decode at once
 APART="${APART:-3}"                      # seconds between the starts of RL runs
 ISOLATION="${ISOLATION:-namespaces}"
+MPS="${MPS:-1}"
 TOOL_TIMEOUT="${TOOL_TIMEOUT:-5}"        # seconds of a call; a step waits for its longest
 read -r -a RL_FLAGS <<< "${RL_FLAGS:-}"
 read -r -a SFT_FLAGS <<< "${SFT_FLAGS:-}"
@@ -406,8 +408,31 @@ train_rl() {
     "${how[@]}" "${engine[@]}" ${RL_FLAGS[@]+"${RL_FLAGS[@]}"}
 }
 
+# share_gpus: processes that are started from here on compute at the same time on a GPU, not one after the other, where
+# several RL runs will be there. The server is this script's own.
+share_gpus() {
+  if (( ! ON_GPU || ! MPS || PARALLEL <= (${#GPUS[@]} ? ${#GPUS[@]} : 1) )); then return; fi
+  if ! command -v nvidia-cuda-mps-control > /dev/null; then say "no NVIDIA MPS here: runs on one GPU take turns"; return; fi
+  CUDA_MPS_PIPE_DIRECTORY="$(mktemp -d)"
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY="${CUDA_MPS_PIPE_DIRECTORY}"
+  if ! env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d; then
+    say "NVIDIA MPS did not start: runs on one GPU take turns" >&2
+    end_sharing
+    return
+  fi
+  trap end_sharing EXIT
+}
+
+end_sharing() {
+  if [[ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ]]; then return; fi
+  echo quit | nvidia-cuda-mps-control > /dev/null 2>&1 || true
+  rm -rf "${CUDA_MPS_PIPE_DIRECTORY}"
+  unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
+
 rl() {
   local running=() failed=0 run number=0
+  share_gpus
   for run in ${RUNS}; do
     while (( ${#running[@]} >= PARALLEL )); do
       wait "${running[0]}" || failed=1
@@ -419,6 +444,7 @@ rl() {
     sleep "${APART}"
   done
   for job in ${running[@]+"${running[@]}"}; do wait "${job}" || failed=1; done
+  end_sharing
   return "${failed}"
 }
 
@@ -489,7 +515,7 @@ case "${STEP}" in
   eval) evaluate ;;
   all | short) everything ;;
   *)
-    sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
