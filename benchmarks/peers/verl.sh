@@ -11,8 +11,10 @@ PEER=verl
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 peer() {
-  # antlr4 of hydra and of math-verify exclude each other: verl's own folder comes first.
-  PYTHONPATH="${VERL_SITE}:${PYTHONPATH}" VERL_FILE_LOGGER_PATH="${WORK}/verl.jsonl" "${PYTHON}" -m verl.trainer.main_ppo \
+  # antlr4 of hydra and of math-verify exclude each other: verl's own folder comes first. flash-attn-4's compiler finds
+  # itself by a .pth file, which is not read there.
+  PYTHONPATH="${VERL_SITE}:${VERL_SITE}/nvidia_cutlass_dsl/python_packages:${PYTHONPATH}" \
+    VERL_FILE_LOGGER_PATH="${WORK}/verl.jsonl" "${PYTHON}" -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="${WORK}/verl.parquet" data.val_files="${WORK}/verl.parquet" data.shuffle=False \
     data.train_batch_size="${PROMPTS}" data.max_prompt_length=512 data.max_response_length="${LONGEST}" \
@@ -35,7 +37,8 @@ peer() {
     reward.custom_reward_function.name=compute_score \
     trainer.logger='["console","file"]' trainer.project_name=peer trainer.experiment_name=equal_work \
     trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.val_before_train=False trainer.test_freq=-1 \
-    trainer.save_freq=-1 trainer.total_training_steps="${STEPS}" trainer.resume_mode=disable "$@"
+    trainer.save_freq=-1 trainer.total_training_steps="${STEPS}" trainer.resume_mode=disable \
+    +ray_kwargs.ray_init.include_dashboard=False "$@"
 }
 
 run "$@"
