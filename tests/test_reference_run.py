@@ -392,6 +392,20 @@ class TestScript:
         again = self.run("data", WORK=str(tmp_path / "w"), DATA_DIR=str(tmp_path / "none"))
         assert again.returncode == 0 and again.stdout.count("done before") == 2
 
+    def test_each_algorithm_of_runs_has_its_flags_and_others_are_refused(self, tmp_path: Path) -> None:
+        program = tmp_path / "python"
+        program.write_text('#!/bin/bash\n[[ "$*" == *"$WANTED"* ]]\n')
+        program.chmod(0o755)
+        for run, wanted in {
+            "grpo:1": "--advantage-estimator grpo", "stream:1": "--max-staleness 1 --use-tis",
+            "dapo:1": "--overlong-filtering", "ppo:1": "--advantage-estimator ppo", "plain:1": "--input-key plain",
+            "sarsa:1": "",
+        }.items():  # fmt: skip
+            variables = {"WORK": str(tmp_path / run[:4]), "PYTHON": str(program), "WANTED": wanted}
+            done = self.run("rl", MODEL="0.5b", RUNS=run, APART="0", DEVICE="cpu", **variables)
+            assert done.returncode == (not wanted), (run, done.stderr)
+        assert "an algorithm is grpo, stream, dapo, ppo or plain, got 'sarsa'" in done.stderr
+
     @pytest.mark.parametrize(("parallel", "mps", "shared"), [("2", "1", True), ("2", "0", False), ("1", "1", False)])
     def test_runs_on_one_gpu_share_it_through_a_server_that_ends_with_them(
         self, tmp_path: Path, parallel: str, mps: str, shared: bool

@@ -12,7 +12,8 @@
 #   DATA_DIR      the data sets' files (questions.py names them)
 #   MODEL         the model that learns: 1.5b (0.5b in the short form), or a folder with a checkpoint
 #   WRITER        the model that writes the programs of the SFT traces (1.5b)
-#   RUNS          RL runs, ALGORITHM:SEED: "grpo:1 grpo:2 plain:1"; plain is the control without the tool
+#   RUNS          RL runs, ALGORITHM:SEED: "grpo:1 grpo:2 plain:1"; plain is the control without the tool, stream is grpo
+#                 with --max-staleness 1
 #   GPUS          "0 1 2": RL runs, and the traces of each set, go to these in turn (default: all on the first)
 #   RL_STEPS, SFT_EPOCHS, PARALLEL (RL runs side by side, on all GPUs together), and the others set below
 #   MPS           0: RL runs on one GPU take turns there, even where NVIDIA MPS would let them work at the same time
@@ -365,6 +366,7 @@ train_rl() {
   local how=(--advantage-estimator grpo)
   case "${algorithm}" in
     grpo) ;;
+    stream) how+=(--max-staleness 1 --use-tis) ;;
     dapo)
       how+=(--dynamic-sampling-filter-path slime_retool.rollout.filters.check_reward_nonzero_std)
       how+=(--over-sampling-batch-size $((RL_PROMPTS * 5 / 4)) --overlong-filtering --overlong-buffer-len $((RESPONSE / 4)))
@@ -376,7 +378,7 @@ train_rl() {
       start="${HF}" reference="${OUT}/base_torch_dist" form=plain hooks=()
       ;;
     *)
-      echo "RUNS: an algorithm is grpo, dapo, ppo or plain, got '${algorithm}'" >&2
+      echo "RUNS: an algorithm is grpo, stream, dapo, ppo or plain, got '${algorithm}'" >&2
       return 2
       ;;
   esac
@@ -515,7 +517,7 @@ case "${STEP}" in
   eval) evaluate ;;
   all | short) everything ;;
   *)
-    sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
