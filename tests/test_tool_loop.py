@@ -136,6 +136,7 @@ def test_the_seconds_of_calls_are_reported_where_one_ran() -> None:
     calls[0]["seconds"], calls[1]["seconds"] = 1.0, 10.0
     metrics = sample_metrics(samples, None)
     assert (metrics["tool_seconds_mean"], metrics["tool_seconds_max"]) == (5.5, 10.0)
+    samples[1].spans.append(calls[0] | {"status": "not run"})  # beyond the sample's budget
     assert "tool_seconds_max" not in sample_metrics(samples[1:], None)
 
 

@@ -71,9 +71,8 @@ def sample_metrics(
 
 def tool_seconds(samples: Sequence[Sample]) -> list[float]:
     """How long each executed call took, its wait for a free place included."""
-    return [
-        span["seconds"] for sample in samples for span in sample.spans if span["name"] == "tool" and "tool" in span
-    ]
+    calls = (span for sample in samples for span in sample.spans if span["name"] == "tool")
+    return [span["seconds"] for span in calls if span["status"] in ("ok", "error")]
 
 
 SOURCE_METRICS = (
