@@ -379,6 +379,13 @@ class TestScript:
         env = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, **variables}
         return subprocess.run(["bash", str(EXAMPLE / "run.sh"), *words], env=env, capture_output=True, text=True)
 
+    def program(self, path: Path, text: str) -> str:
+        """A program of that name that does what the lines of bash say."""
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+        return str(path)
+
     def test_an_unknown_step_is_refused_with_the_list(self, tmp_path: Path) -> None:
         done = self.run("nonsense", WORK=str(tmp_path))
         assert done.returncode == 2 and "models | data | traces" in done.stderr
@@ -393,15 +400,13 @@ class TestScript:
         assert again.returncode == 0 and again.stdout.count("done before") == 2
 
     def test_each_algorithm_of_runs_has_its_flags_and_others_are_refused(self, tmp_path: Path) -> None:
-        program = tmp_path / "python"
-        program.write_text('#!/bin/bash\n[[ "$*" == *"$WANTED"* ]]\n')
-        program.chmod(0o755)
+        python = self.program(tmp_path / "python", '[[ "$*" == *"$WANTED"* ]]')
         for run, wanted in {
             "grpo:1": "--advantage-estimator grpo", "stream:1": "--max-staleness 1 --use-tis",
             "dapo:1": "--overlong-filtering", "ppo:1": "--advantage-estimator ppo", "plain:1": "--input-key plain",
             "sarsa:1": "",
         }.items():  # fmt: skip
-            variables = {"WORK": str(tmp_path / run[:4]), "PYTHON": str(program), "WANTED": wanted}
+            variables = {"WORK": str(tmp_path / run[:4]), "PYTHON": python, "WANTED": wanted}
             done = self.run("rl", MODEL="0.5b", RUNS=run, APART="0", DEVICE="cpu", **variables)
             assert done.returncode == (not wanted), (run, done.stderr)
         assert "an algorithm is grpo, stream, dapo, ppo or plain, got 'sarsa'" in done.stderr
@@ -411,17 +416,13 @@ class TestScript:
         self, tmp_path: Path, parallel: str, mps: str, shared: bool
     ) -> None:
         programs = tmp_path / "bin"
-        programs.mkdir()
-        for name, text in {
-            "nvidia-cuda-mps-control": '[[ $# -gt 0 ]] || read -r word; echo "server ${1:-}${word:-}" >> "$CALLS"',
-            "python": 'echo "run ${CUDA_MPS_PIPE_DIRECTORY:-alone}" >> "$CALLS"',
-        }.items():
-            (programs / name).write_text(f"#!/bin/bash\n{text}\n")
-            (programs / name).chmod(0o755)
+        server = '[[ $# -gt 0 ]] || read -r word; echo "server ${1:-}${word:-}" >> "$CALLS"'
+        self.program(programs / "nvidia-cuda-mps-control", server)
+        python = self.program(programs / "python", 'echo "run ${CUDA_MPS_PIPE_DIRECTORY:-alone}" >> "$CALLS"')
         calls = tmp_path / "calls"
         done = self.run(
             "rl", WORK=str(tmp_path / "w"), MODEL="0.5b", RUNS="grpo:1 grpo:2", DEVICE="cuda", APART="0",
-            PARALLEL=parallel, MPS=mps, PYTHON=str(programs / "python"), PATH=f"{programs}:/usr/bin:/bin",
+            PARALLEL=parallel, MPS=mps, PYTHON=python, PATH=f"{programs}:/usr/bin:/bin",
             CALLS=str(calls),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
