@@ -156,7 +156,8 @@ async def soak(box: Sandbox, calls: int, callers: int, seed: int) -> Report:
 
 CHAOS = (("call", 12), ("zygote", 3), ("keeper", 2), ("broker", 1))
 """What is killed, and how often beside the others."""
-KILL_EVERY = 0.25
+CALLS_PER_KILL = 50
+"""Mean of an exponential. Counted in answers, not in seconds: a fast machine meets as many kills as a slow one."""
 SETTLE_SECONDS = 60.0
 """Until zygotes that were killed last have started again."""
 END_SECONDS = 3.0
@@ -200,15 +201,14 @@ class Chaos:
         self.killed: collections.Counter[str] = collections.Counter()
         self.lost: collections.Counter[str] = collections.Counter()
         self.lost_one_shots = 0
+        self.next_kill = self.random.expovariate(1 / CALLS_PER_KILL)
 
     async def run(self) -> ChaosReport:
         await settle(self.box)
         first = self.resources()
         started = time.monotonic()
-        killer = asyncio.ensure_future(self.kill())
         callers = [self.cells(n) if n % 4 == 0 else self.one_shots() for n in range(self.callers)]
         await asyncio.gather(*callers)
-        killer.cancel()
         self.report.seconds = time.monotonic() - started
         for number in range(self.callers):
             self.box.session(str(number)).close()
@@ -239,14 +239,12 @@ class Chaos:
         broker = self.box._client.broker_pid
         return len(family(broker)), open_files(broker), open_files(os.getpid())
 
-    async def kill(self) -> None:
+    def kill(self) -> None:
         names, weights = zip(*CHAOS, strict=True)
-        while True:
-            await asyncio.sleep(self.random.expovariate(1 / KILL_EVERY))
-            (name,) = self.random.choices(names, weights)
-            with contextlib.suppress(OSError, IndexError):  # it may have ended by itself
-                os.kill(self.random.choice(roles(self.box._client.broker_pid)[name]), signal.SIGKILL)
-                self.killed[name] += 1
+        (name,) = self.random.choices(names, weights)
+        with contextlib.suppress(OSError, IndexError):  # it may have ended by itself
+            os.kill(self.random.choice(roles(self.box._client.broker_pid)[name]), signal.SIGKILL)
+            self.killed[name] += 1
 
     def note(self, result: Result, code: str, expected: str) -> None:
         self.done += 1
@@ -258,6 +256,9 @@ class Chaos:
             self.report.problems.append(f"{code!r}: {result.status.value} {result.result!r} {result.error}")
         if self.done == max(1, self.calls // 10):
             self.report.own_kb.append(resident_kb(os.getpid()))
+        if self.done >= self.next_kill:
+            self.kill()
+            self.next_kill = self.done + self.random.expovariate(1 / CALLS_PER_KILL)
 
     async def one_shots(self) -> None:
         while self.left > 0:
