@@ -106,7 +106,7 @@ def what_is_left(config: Config) -> str:
 
 
 def rehearse(config: Config, check: ServerFlagCheck) -> None:
-    """What ends a start before Ray does: the data, row by row, the hooks, and SGLang's answer. Writes nothing."""
+    """What ends a start before trainers and engines: the data, row by row, hooks, SGLang's answer. Writes nothing."""
     from slime_retool.rollout.manager import RolloutManager
 
     with RolloutManager(config):
@@ -117,19 +117,21 @@ def run(config: Config, check: ServerFlagCheck, laps: Laps) -> None:
     """Run the whole loop. Whatever it starts is ended when it returns or raises.
 
     `check` goes on beside the reading of the data, the start of Ray, and that of trainers and engines, none of which
-    takes a step before it has ended.
+    takes a step before it has ended. Ray starts beside the reading of the data.
     """
     # Imported here, so that --help and configuration errors answer at once.
+    from slime_retool.cluster.connection import RayStart
     from slime_retool.rollout.manager import RolloutManager
 
     os.makedirs(config.output_dir, exist_ok=True)
     with ExitStack() as stack:
-        # The data come first: a row that cannot be used ends the start before Ray begins.
+        ray_start = stack.enter_context(RayStart(config))
+        # A row that cannot be used ends the start before anything but Ray has begun.
         rollout = stack.enter_context(RolloutManager(config))
         laps("data")
         from slime_retool.cluster.cluster import Cluster
 
-        cluster = stack.enter_context(Cluster(config))
+        cluster = stack.enter_context(Cluster(config, ray_start))
         config = rollout.config  # its data say how many rollouts --num-epoch makes
         first = first_rollout(config)
         laps("ray")

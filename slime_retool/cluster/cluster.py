@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import ray
-
-from slime_retool.cluster.connection import connect
+from slime_retool.cluster.connection import RayStart
 from slime_retool.cluster.engines import Engines
 from slime_retool.cluster.files import check_files
 from slime_retool.cluster.placement import place
@@ -34,14 +32,14 @@ class Cluster:
     trainers: Trainers
     engines: Engines
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, ray_start: RayStart | None = None) -> None:
+        """`ray_start`: where Ray is started already; whoever did so also ends it."""
+        self._config, self._ray_start = config, ray_start
         self._urls: list[str] | None = None
 
     def __enter__(self) -> Cluster:
-        connect(self._config)
         with ExitStack() as stack:
-            stack.callback(ray.shutdown)
+            (self._ray_start or stack.enter_context(RayStart(self._config))).wait()
             placement = place(self._config)
             stack.callback(quietly, "the placement group", placement.release)
             check_files(self._config, placement)

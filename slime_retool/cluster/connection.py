@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+from concurrent import futures
 from typing import Any
 
 import psutil
@@ -21,15 +23,19 @@ logger = logging.getLogger(__name__)
 START_TRIES = 3
 START_TIMED_OUT = "timed out during startup"
 TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
+WORKER_LOGGER = "ray._private.worker"
 
 
 def connect(config: Config) -> None:
     """Join the Ray cluster of --ray-address or RAY_ADDRESS, else start a private one that `ray.shutdown` ends.
 
-    What this process does on SIGTERM stays; Ray puts a handler of its own there. Raises ConfigError when no cluster
-    answers.
+    What this process does on SIGTERM stays; in the main thread Ray puts a handler of its own there. Raises ConfigError
+    when no cluster answers.
     """
+    in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
+    # It would warn that it puts none there in another thread.
+    logging.getLogger(WORKER_LOGGER).addFilter(_is_not_about_sigterm)
     # Hooks named by dotted path must be importable in the actors as well.
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder and os.path.isdir(folder))
     env = {"env_vars": {"PYTHONPATH": path}}
@@ -58,8 +64,51 @@ def connect(config: Config) -> None:
         store = min(max(psutil.virtual_memory().total // 10, 80_000_000), 8_000_000_000)
         options |= {"num_cpus": 1, "include_dashboard": False, "object_store_memory": store}
         _start_private(options)
-    if signal.getsignal(signal.SIGTERM) is not handler:
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is not handler:
         signal.signal(signal.SIGTERM, handler)
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
+class RayStart:
+    """`connect` beside whatever else a start does; Ray ends with the block.
+
+    The thread stays until then: the kernel ends Ray's processes with the thread that began them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._outcome: futures.Future[None] = futures.Future()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ray", daemon=True)
+
+    def __enter__(self) -> RayStart:
+        self._thread.start()
+        return self
+
+    def wait(self) -> None:
+        """Until Ray is there. Raises what `connect` does. To be called in the main thread."""
+        self._outcome.result()
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)  # Ray's, in C++, came before it and prints a trace
+
+    def __exit__(self, *exc: object) -> None:
+        futures.wait([self._outcome])
+        ray.shutdown()
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            connect(self._config)
+        except Exception as error:
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(None)
+        self._end.wait()
 
 
 def _start_private(options: dict[str, Any]) -> None:

@@ -104,12 +104,15 @@ def _as_evaluation(config: Config) -> Config:
 
 
 def _from_checkpoint(config: Config) -> dict[str, float]:
+    from slime_retool.cluster.connection import RayStart
+
     with ExitStack() as stack:
         check = stack.enter_context(ServerFlagCheck(config))
+        ray_start = stack.enter_context(RayStart(config))
         rollout = stack.enter_context(RolloutManager(config))
-        from slime_retool.cluster.cluster import Cluster  # brings ray, which the data need not wait for
+        from slime_retool.cluster.cluster import Cluster
 
-        cluster = stack.enter_context(Cluster(config))
+        cluster = stack.enter_context(Cluster(config, ray_start))
         logger.info("starting %d SGLang engine(s) and the router", config.num_engines)
         cluster.engines.launch()
         check.wait()
