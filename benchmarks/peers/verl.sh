@@ -32,7 +32,8 @@ peer() {
     actor_rollout_ref.rollout.agent.agent_loop_config_path="${HERE}/verl_loop.yaml" \
     +actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton \
     +actor_rollout_ref.rollout.engine_kwargs.sglang.sampling_backend=pytorch \
-    +actor_rollout_ref.rollout.engine_kwargs.sglang.cuda_graph_max_bs="${BATCH}" \
+    +actor_rollout_ref.rollout.engine_kwargs.sglang.cuda_graph_max_bs_decode="${BATCH}" \
+    +actor_rollout_ref.rollout.engine_kwargs.sglang.cuda_graph_backend_prefill=disabled \
     reward.custom_reward_function.path="${HERE}/verl_limited.py" \
     reward.custom_reward_function.name=compute_score \
     trainer.logger='["console","file"]' trainer.project_name=peer trainer.experiment_name=equal_work \
