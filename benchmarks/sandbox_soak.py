@@ -33,6 +33,9 @@ import aiohttp
 
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, Status
 
+SETTLE_SECONDS = 60.0
+"""Until zygotes that were killed last have started again."""
+
 # (code, seconds, statuses it may end with unless it was killed from outside)
 MIX = (
     ("print(6 * 7)", 10.0, ("ok",)),
@@ -99,13 +102,33 @@ def open_files(pid: int) -> int:
 
 
 async def settle(box: Sandbox) -> dict[str, object]:
-    """Until no call is left and as many processes wait as at rest."""
-    for _ in range(200):
+    """Until no call is left and as many processes wait as at rest, for at most SETTLE_SECONDS."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
         stats = await box.stats()
-        if not stats["running"] and stats["children"] == sum(stats["idle"].values()):
-            break
+        if not stats["running"] and stats["children"] == sum(stats["idle"].values()) or time.monotonic() > deadline:
+            return stats
         await asyncio.sleep(0.02)
-    return stats
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a sandbox holds at rest: as much after any number of calls as before."""
+
+    processes: int
+    broker_files: int
+    own_files: int
+    """Open descriptors of this process, which may also close some that others left to the garbage collector."""
+
+    def left(self, first: Held) -> bool:
+        """Whether there is more, or less of the sandbox, than at first."""
+        sandbox = (self.processes, self.broker_files) != (first.processes, first.broker_files)
+        return sandbox or self.own_files > first.own_files
+
+
+def held(box: Sandbox) -> Held:
+    broker = box._client.broker_pid
+    return Held(len(family(broker)), open_files(broker), open_files(os.getpid()))
 
 
 async def soak(box: Sandbox, calls: int, callers: int, seed: int) -> Report:
@@ -114,7 +137,7 @@ async def soak(box: Sandbox, calls: int, callers: int, seed: int) -> Report:
     statuses: collections.Counter[str] = collections.Counter()
     await settle(box)
     broker = box._client.broker_pid
-    started = (len(family(broker)), open_files(broker), open_files(os.getpid()))
+    started = held(box)
     queue = [r.choice(MIX) for _ in range(calls)]
     done = 0
 
@@ -140,9 +163,9 @@ async def soak(box: Sandbox, calls: int, callers: int, seed: int) -> Report:
     stats = await settle(box)
     await asyncio.sleep(0.2)
     report.broker_kb.append(resident_kb(broker))
-    ended = (len(family(broker)), open_files(broker), open_files(os.getpid()))
-    if ended != started:
-        report.problems.append(f"processes, the broker's and our descriptors: {started} at first, {ended} at the end")
+    ended = held(box)
+    if ended.left(started):
+        report.problems.append(f"{started} at first, {ended} at the end")
     zombies = [pid for pid, state in family(broker).items() if state == "Z"]
     if zombies:
         report.problems.append(f"zombies: {zombies}")
@@ -158,8 +181,6 @@ CHAOS = (("call", 12), ("zygote", 3), ("keeper", 2), ("broker", 1))
 """What is killed, and how often beside the others."""
 CALLS_PER_KILL = 50
 """Mean of an exponential. Counted in answers, not in seconds: a fast machine meets as many kills as a slow one."""
-SETTLE_SECONDS = 60.0
-"""Until zygotes that were killed last have started again."""
 END_SECONDS = 3.0
 
 
@@ -205,7 +226,7 @@ class Chaos:
 
     async def run(self) -> ChaosReport:
         await settle(self.box)
-        first = self.resources()
+        first = held(self.box)
         started = time.monotonic()
         callers = [self.cells(n) if n % 4 == 0 else self.one_shots() for n in range(self.callers)]
         await asyncio.gather(*callers)
@@ -214,15 +235,13 @@ class Chaos:
             self.box.session(str(number)).close()
         deadline = time.monotonic() + SETTLE_SECONDS
         await settle(self.box)  # a broker that was killed after the last answer has been replaced
-        while (last := self.resources()) != first and time.monotonic() < deadline:
+        while (last := held(self.box)).left(first) and time.monotonic() < deadline:
             # More at once than processes wait: one that was killed in its set-up is replaced for a call that needs it.
             await asyncio.gather(*(self.box.run("1") for _ in range(self.box.policy.concurrency)))
             await settle(self.box)
             await asyncio.sleep(0.1)
-        if last != first:
-            self.report.problems.append(
-                f"processes, the broker's and our descriptors: {first} at first, {last} at last"
-            )
+        if last.left(first):
+            self.report.problems.append(f"{first} at first, {last} at last")
         self.report.own_kb.append(resident_kb(os.getpid()))
         if self.report.own_kb[-1] > self.report.own_kb[0] * 1.1 + 4096:
             self.report.problems.append(f"this process grew: {self.report.own_kb} kB")
@@ -234,10 +253,6 @@ class Chaos:
         self.report.statuses, self.report.killed = dict(self.statuses), dict(self.killed)
         self.report.lost = dict(self.lost)
         return self.report
-
-    def resources(self) -> tuple[int, int, int]:
-        broker = self.box._client.broker_pid
-        return len(family(broker)), open_files(broker), open_files(os.getpid())
 
     def kill(self) -> None:
         names, weights = zip(*CHAOS, strict=True)

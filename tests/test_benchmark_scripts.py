@@ -162,7 +162,7 @@ def test_cases_share_the_devices_and_one_that_needs_more_is_refused():
 
     sizes = {"tp1": 1, "tp2": 2, "tp2xpp2": 4, "pp2": 2}
     assert side_by_side(sizes, ["0", "1", "5"], run) == {"tp2xpp2": "needs 4 GPUs, 3 are visible"}
-    assert most == [1, 3, 2]
+    assert most[0] in (1, 2) and most[1:] == [3, 2]  # tp1 or tp2 first
 
 
 def test_a_run_that_is_stopped_leaves_the_steps_it_made(tmp_path: Path, monkeypatch, capsys):

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 from sglang_utils import engine_config, processes_with
 
@@ -103,7 +104,7 @@ def test_descendants_end_when_the_server_dies_by_itself(tmp_path: Path):
     mark = new_mark()
     process = start(tmp_path, mark, FAMILY.format(prelude=""), 0.5)
     wait_for_family(process)
-    server = next(pid for pid in processes_with(mark) if os.getsid(pid) == pid and pid != process._process.pid)
+    server = next(pid for pid in processes_with(mark) if psutil.Process(pid).ppid() == process._process.pid)
     os.kill(server, signal.SIGKILL)
     assert wait_until_gone(mark) == {}
     assert process.wait(60) is not None  # a process loses its environment, by which it is found, before it is dead

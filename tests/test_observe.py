@@ -24,6 +24,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 from slime_retool.cli import main
 from slime_retool.config import Config
 from slime_retool.config.printable import wandb_settings
+from slime_retool.engine.process import held_ports
 from slime_retool.errors import ConfigError
 from slime_retool.metrics import JsonlTracker, Metrics, read_metrics
 from slime_retool.rollout.transcripts import shown_samples
@@ -264,23 +265,17 @@ def scraped(port: int) -> dict[str, tuple[str, float]]:
     return {each.name: (each.documentation, each.samples[0].value) for each in text_string_to_metric_families(text)}
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def test_prometheus_is_served_the_newest_value_of_every_metric_on_this_host_only(tmp_path: Path):
-    config = Config(output_dir=str(tmp_path), prometheus_port=free_port())
-    assert config.prometheus_port is not None
+    with held_ports(1) as (port,):  # outside of those that any process may get
+        config = Config(output_dir=str(tmp_path), prometheus_port=port)
     names = {"val-core/aime 24/acc/mean@8": 0.25, "hook/own": 1.0, "train/loss": float("nan")}
     with closing(trackers_of(config)) as metrics:
         metrics.log(-1, {"eval/aime/accuracy": 0.125})
         metrics.log(4, names)
         metrics.log(5, {"train/loss": 2.5})
-        found = scraped(config.prometheus_port)
+        found = scraped(port)
         ours = psutil.Process().net_connections()
-        places = {each.laddr.ip for each in ours if each.laddr.port == config.prometheus_port}
+        places = {each.laddr.ip for each in ours if each.laddr.port == port}
     assert places == {"127.0.0.1"}
     assert {name: value for name, (_, value) in found.items()} == {
         "slime_retool_step": 5, "slime_retool_eval_aime_accuracy": 0.125, "slime_retool_hook_own": 1,

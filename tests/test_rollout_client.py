@@ -160,11 +160,15 @@ async def test_a_reply_that_is_not_json_is_an_engine_error():
 
 async def test_no_more_requests_are_in_flight_than_allowed():
     now = most = 0
+    three = asyncio.Event()
 
     async def answer(_: web.Request) -> web.Response:
         nonlocal now, most
         now += 1
         most = max(most, now)
+        if now == 3:
+            three.set()
+        await three.wait()
         await asyncio.sleep(0.01)
         now -= 1
         return web.json_response(reply())
@@ -395,10 +399,14 @@ async def test_the_end_of_the_service_is_an_error_of_its_own():
 
 
 async def test_requests_that_fail_together_share_a_look():
+    answers = [lost] * 8
+
     def died(service: Service) -> None:
-        time.sleep(0.2)
+        while answers:
+            time.sleep(0.01)
+        time.sleep(0.2)  # and have come back
         service.faults += 1
 
-    async with kept([lost] * 8, died) as (client, service):
+    async with kept(answers, died) as (client, service):
         await asyncio.gather(*(client.generate([1, 2], {}) for _ in range(8)))
     assert 1 <= service.looks <= 2

@@ -199,8 +199,10 @@ def test_an_interrupted_turn_goes_on_with_its_experts(running: Running, keeps_ca
 
     async def interrupted(turns: OpenTurns) -> tuple[list[int], RoutedExperts | None]:
         asked = asyncio.create_task(turns.generate(list(PROMPT), params, session="7"))
+        pause = 0.05
         while not asked.done():
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(pause)
+            pause *= 1.5  # until a machine of any speed has read the prompt in it
             record = turns.record("7")
             if len(record.tokens) == len(PROMPT):  # nothing came back yet
                 turns.hold()

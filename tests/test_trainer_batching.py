@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_retool.trainer.batch import TrainBatch
@@ -28,6 +28,7 @@ def _common_invariants(result: list[list[list[int]]], lengths: list[int], dp_siz
     assert max(loads) - min(loads) <= heaviest_batch
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 80))
 def test_dynamic_schedule_keeps_its_promises(lengths: list[int], dp_size: int, max_tokens: int) -> None:
     result = schedule(lengths, dp_size, max_tokens=max_tokens)
@@ -38,6 +39,7 @@ def test_dynamic_schedule_keeps_its_promises(lengths: list[int], dp_size: int, m
     assert result == schedule(list(lengths), dp_size, max_tokens=max_tokens)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 6))
 def test_fixed_schedule_keeps_its_promises(lengths: list[int], dp_size: int, size: int) -> None:
     result = schedule(lengths, dp_size, samples_per_micro_batch=size)
@@ -46,6 +48,7 @@ def test_fixed_schedule_keeps_its_promises(lengths: list[int], dp_size: int, siz
     assert len(result[0]) == max(1, -(-len(lengths) // (dp_size * size)))
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 200))
 def test_dynamic_schedule_needs_at_most_twice_the_fewest_micro_batches(
     lengths: list[int], dp_size: int, max_tokens: int
@@ -94,6 +97,7 @@ def test_meaningless_limits_are_refused(arguments: dict[str, int]) -> None:
         schedule([1], 1, **arguments)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 50), st.integers(1, 10))
 def test_steps_are_nearly_equal_and_in_order(samples: int, steps: int) -> None:
     ranges = split_steps(samples, steps)
@@ -155,6 +159,7 @@ def test_an_empty_micro_batch_is_padding_without_weight() -> None:
     assert packed.data is not None and packed.data.weights.tolist() == [0, 0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_unpacking_turns_values_at_logits_back_into_values_of_tokens(
     lengths: list[int], multiple: int, rng: random.Random
@@ -170,6 +175,7 @@ def test_unpacking_turns_values_at_logits_back_into_values_of_tokens(
     assert torch.equal(unpack([(p.target_index, p.data.weights) for p in packed if p.data], len(values)), values)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 6), st.sampled_from([1, 2]),
     st.sampled_from([1, 2, 3]), st.booleans(),
