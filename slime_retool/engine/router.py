@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -17,13 +18,19 @@ from slime_retool.config import Config
 from slime_retool.engine import router_main
 from slime_retool.engine.process import Server, ServerError, direct
 
+logger = logging.getLogger(__name__)
+
 HOST = "127.0.0.1"
 STARTUP_TIMEOUT = 120.0
 ADMIN_SECONDS = 10.0
+"""For the router to do what it was asked."""
 
 
 class RouterProcess(Server):
-    """A running router over `worker_urls`. Constructing it starts the process and waits until it is ready.
+    """A running router over `worker_urls`. Constructing it starts the process and waits until all of them have joined.
+
+    It answers as soon as one has, which alone would then get the first requests, with all further turns of their
+    samples. An engine that does not join within ADMIN_SECONDS is warned of and not waited for.
 
     The policy `manual` sends all requests of a routing key (`rollout.engine_client` names the sample) to one engine, a
     new key to the engine with the fewest requests: all turns of a sample find their prefix in the same cache.
@@ -60,6 +67,13 @@ class RouterProcess(Server):
             num_ports=2,
             grace=3.0,
         )
+        try:
+            self._wait_until(lambda: self._workers().keys() >= {*worker_urls}, "taken all engines in")
+        except ServerError as error:
+            if not self.alive:
+                self.stop()
+                raise
+            logger.warning("%s", error)
 
     def add(self, worker_url: str) -> None:
         """Send requests to this engine too. Raises ServerError where the router does not take it."""
