@@ -72,7 +72,7 @@ screenshots: $(VENV)/.browser
 
 docs: $(STAMP) .venv/docs/.installed
 	$(PY) docs/generate.py
-	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict
 	@echo "open outputs/site/index.html"
 
 sandbox-chaos: $(STAMP)

@@ -417,6 +417,10 @@ BAD = {
         {"--lr-decay-style": "cosine", "--lr-warmup-iters": "2"},
         "2 warm-up steps leave nothing of a schedule of 2; lower --lr-warmup-iters",
     ),
+    "a critic that leaves the policy no rollout": (
+        {"--advantage-estimator": "ppo", "--num-critic-only-steps": "2"},
+        "--num-critic-only-steps 2 leaves none of the run's 2 rollouts to train the policy",
+    ),
     "a critic's warm-up longer than the run": (
         {"--advantage-estimator": "ppo", "--lr-decay-style": "linear", "--critic-lr-warmup-iters": "5"},
         "lower --critic-lr-warmup-iters",

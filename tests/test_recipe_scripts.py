@@ -131,6 +131,7 @@ def test_the_32b_runs_have_the_values_published_for_verl(tmp_path):
     assert dapo.steps_per_rollout == 8  # mini-batches of 64 prompts
     assert (ppo.advantage_estimator, ppo.rollout_batch_size, ppo.n_samples_per_prompt) == ("ppo", 1024, 1)
     assert (ppo.steps_per_rollout, ppo.critic_lr, ppo.num_critic_only_steps) == (4, 2e-6, 20)
+    assert (dapo.num_rollout, ppo.num_rollout, dapo.save_keep, ppo.save_keep) == (150, 250, 3, 3)
     assert (ppo.gamma, ppo.lambd, ppo.normalize_advantages, ppo.value_clip) == (1.0, 1.0, True, 0.5)
 
 

@@ -1,10 +1,9 @@
 # Sourced by the RL scripts of the 32B model: what those runs share, with the values published for verl. They set
-# ALGORITHM_ARGS and then call `launch_32b_rl NAME FLAGS...`.
+# ALGORITHM_ARGS and their `length`, then call `launch_32b_rl NAME FLAGS...`.
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch_common.sh"
 
 TINY_DATA=rl.jsonl
 use_model qwen2.5-32B
-length --num-epoch 1
 NUM_NODES="${NUM_NODES:-4}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 

@@ -5,6 +5,8 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch_32b_rl.sh"
 
+length --num-rollout 150
+
 ALGORITHM_ARGS=(
   --advantage-estimator grpo
 

@@ -5,6 +5,8 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch_32b_rl.sh"
 
+length --num-rollout 250
+
 ALGORITHM_ARGS=(
   --advantage-estimator ppo
   --gamma 1.0

@@ -32,6 +32,7 @@ if [[ "${TINY_DATA}" == rl.jsonl ]]; then
     --tool-concurrency 4
     --eval-max-response-len 64
     --n-samples-per-eval-prompt 1
+    --num-critic-only-steps 0
   )
 else
   TINY_ARGS+=(--global-batch-size 4)

@@ -1,7 +1,7 @@
 """`slime-retool eval FLAGS`: measure a checkpoint, or a model behind a chat API, on any number of sets.
 
     slime-retool eval --hf-checkpoint models/qwen3-4b-sft --n-samples-per-eval-prompt 30 \\
-        --eval-prompt-data aime24 data/aime24.jsonl aime25 data/aime25.jsonl \\
+        --eval-prompt-data aime24 data/aime24.jsonl aime25 data/aime25.jsonl --rollout-max-response-len 16384 \\
         --custom-generate-function-path generate_with_retool.generate \\
         --custom-rm-path generate_with_retool.reward_func --output-dir outputs/eval-sft
 

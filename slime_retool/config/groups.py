@@ -194,7 +194,8 @@ class RolloutArgs:
     max_sampling_rounds: int = flag(
         20,
         min=1,
-        help="With a filter: stop with a clear error after drawing this many times --rollout-batch-size prompts.",
+        help="Stop with a clear error after drawing this many times --rollout-batch-size prompts without a full batch "
+        "(a filter, outages, SFT rows that cannot be used).",
     )
     max_staleness: int = flag(
         0,

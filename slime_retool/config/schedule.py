@@ -46,8 +46,8 @@ def schedule_steps(config: Config, flag_of: Callable[[str], str] = str) -> tuple
     """
     total = config.lr_decay_iters
     if total is None and config.num_rollout is not None:
-        rollouts = config.num_rollout - config.policy_starts_at  # those before train no policy
-        total = (rollouts if rollouts > 0 else config.num_rollout) * config.steps_per_rollout
+        # Those before train no policy.
+        total = (config.num_rollout - config.policy_starts_at) * config.steps_per_rollout
     decays = config.lr_decay_style != "constant"
     if total is None and (decays or config.lr_warmup_fraction is not None):
         raise ConfigError(
@@ -77,6 +77,11 @@ def check_schedule(config: Config) -> None:
     """
     if config.debug_rollout_only or (config.num_rollout is None and config.lr_decay_iters is None):
         return
+    require(
+        config.num_rollout is None or config.policy_starts_at < config.num_rollout,
+        f"--num-critic-only-steps {config.policy_starts_at} leaves none of the run's {config.num_rollout} rollouts to "
+        "train the policy; lower it, or raise --num-rollout (or --num-epoch)",
+    )
     for role in config.roles:
         schedule_steps(role.config, role.flag)
 
