@@ -11,8 +11,8 @@ is nearly certain of its answers falls below 88 % now and then and recovers (in 
 faults, in 11 to 13 without), so that one evaluation at the end says nothing.
 
 Fails unless the run ends with 0, its held-out accuracy is within the band of the undisturbed runs (their lowest and
-highest, with two standard errors of one evaluation around), the driver's memory is flat, samples of all steps are
-numbered without gap or repetition, and no process is left.
+highest, with two standard errors of one evaluation around), the driver's memory is flat, no sample is trained on
+twice, and no process is left.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,7 +131,8 @@ def run(soak: Soak, name: str, steps: int, flags: list[str], every: float | None
     begin = time.monotonic()
     seen: dict[int, psutil.Process] = {}
     counts: collections.Counter[str] = collections.Counter()
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier soak, whose steps would count as this one's
+    folder.mkdir(parents=True)
     with open(folder / "output.log", "w") as log:
         process = subprocess.Popen(
             soak.command(name, steps, flags), env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT

@@ -5,8 +5,10 @@ without tools, turns and rewards.
 
 OUTPUT_DIR is that of a run with --dump-rollouts. Each dumped rollout (but the first `--warmup`) is sent once more, all
 samples at once: for every sample one request, whose prompt is as long as the sample's prompt and observations
-together, and which generates as many tokens as the sample's turns had, end of text ignored. So the engine computes the
-same number of new tokens, in contexts of about the same length, with the same longest answer.
+together, and which generates as many tokens as the sample's turns had, end of text ignored. Samples of a group begin
+with the same prompt, as in the run. So the engine computes about the same number of new tokens (what all prompts have
+in common is computed once in the run, and for each group here), in contexts of about the same length, with the same
+longest answer.
 
 engine_share = median over rollouts of rollout/tokens_per_second of the run over the tokens per second here, in percent.
 """
@@ -44,7 +46,8 @@ def loads_of(path: Path) -> list[Load]:
             row = json.loads(line)
             generated = sum(row["loss_mask"])
             if generated:
-                loads.append(Load(len(row["tokens"]) - generated, generated))
+                prompt = (row["group_index"], len(row["tokens"]) - row["response_length"])
+                loads.append(Load(len(row["tokens"]) - generated, generated, prompt))
     return loads
 
 

@@ -56,6 +56,8 @@ class Load:
     new_prompt_tokens: int
     """Prompt and observations."""
     generated: int
+    prompt: tuple[int, int] | None = None
+    """(number of its prompt, the prompt's tokens), where samples share one: those are the first of them all."""
 
 
 @dataclass
@@ -92,7 +94,11 @@ async def single_turns(
 ) -> Round:  # fmt: skip
     """Each load as one request of random tokens, end of text ignored."""
     rng = random.Random(seed)
-    prompts = [rng.choices(range(10, vocabulary), k=load.new_prompt_tokens) for load in loads]
+    shared = {load.prompt: rng.choices(range(10, vocabulary), k=load.prompt[1]) for load in loads if load.prompt}
+    prompts = []
+    for load in loads:
+        begin = shared[load.prompt] if load.prompt else []
+        prompts.append(begin + rng.choices(range(10, vocabulary), k=load.new_prompt_tokens - len(begin)))
     generated = 0
 
     async def one(index: int) -> None:

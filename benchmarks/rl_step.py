@@ -37,6 +37,8 @@ SHOWN = (
     "perf/train_seconds", "perf/sync_seconds", "perf/offload_seconds", "perf/idle_seconds", "memory/trainer_peak_gib",
 )  # fmt: skip
 """Printed of every step."""
+START_SECONDS = 400.0
+"""That a start and the first step may take, with kernels to compile."""
 END_SECONDS = 60.0
 """That a run which took too long is given to end what it started."""
 Row = dict[str, Any]
@@ -48,8 +50,9 @@ def run_training(
     """Run `python -m slime_retool.train` with hooks of benchmarks and examples/retool; the figures of every step.
 
     Prints the figures `shown` of each step as it ends, so that a run which is cut short still tells something.
-    Raises CalledProcessError when it fails, TimeoutExpired when it takes longer than `timeout` seconds; with `partial`
-    the steps until then are returned instead, where there are any.
+    Raises CalledProcessError when it fails, TimeoutExpired when its start and first step take longer than START_SECONDS
+    or what follows longer than `timeout` seconds; with `partial` the steps until then are returned instead, where there
+    are any.
     """
     folders = [ROOT, ROOT / "examples" / "retool", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
@@ -57,21 +60,25 @@ def run_training(
     command = [sys.executable, "-m", "slime_retool.train", "--output-dir", output, "--no-progress", *flags]
     words = [str(part) for part in command]
     begin = time.monotonic()
+    end = begin + START_SECONDS
     rows: list[Row] = []
     process = subprocess.Popen(words, env=env)
     try:
         while process.poll() is None:
-            if time.monotonic() - begin > timeout:
-                raise subprocess.TimeoutExpired(words, timeout)
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(words, time.monotonic() - begin)
             time.sleep(0.5)
+            known = len(rows)
             rows = _report(output, rows, shown, begin)
+            if rows and not known:
+                end = time.monotonic() + timeout
         rows = _report(output, rows, shown, begin)
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, words)
     except subprocess.TimeoutExpired:
         if not (partial and rows):
             raise
-        print(f"stopped after {timeout:.0f} s and {len(rows)} steps", flush=True)
+        print(f"stopped after {time.monotonic() - begin:.0f} s and {len(rows)} steps", flush=True)
     finally:
         _end(process)
     return rows
@@ -140,7 +147,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of one packed micro-batch")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_rl_step"), help="scratch folder")
     parser.add_argument("--weights", type=Path, help="folder of the random checkpoint, kept for later runs (--work)")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds the training run may take")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of the training run after its first step")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train")
     args = parser.parse_args()

@@ -65,10 +65,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     starts, saves = [], []
     for number in range(args.starts):
         shutil.rmtree(work / "save", ignore_errors=True)
-        steps = run_training(flags, work / "run", args.timeout, SHOWN)
+        steps = run_training(flags, work / f"run_{number + 1}", args.timeout, SHOWN)
         starts.append({name: value for name, value in steps[0].items() if name.startswith("start/")})
         saves += [saved for row in steps if (saved := {name: row[name] for name in SAVES if name in row})]
-        print(f"start {number + 1}: {json.dumps({name: round(value, 1) for name, value in starts[-1].items()})}")
+        seconds = {name: round(value, 1) for name, value in starts[-1].items()}
+        print(f"start {number + 1}: {json.dumps(seconds)}", flush=True)
     shutil.rmtree(work / "save", ignore_errors=True)
     return {"model": str(args.hf or args.model), "flags": args.flags, "starts": starts, "saves": saves}
 
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of one packed micro-batch")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_start"), help="scratch folder")
     parser.add_argument("--weights", type=Path, help="folder of the random checkpoint, kept for later runs (--work)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that each start and its steps may take")
+    parser.add_argument("--timeout", type=float, default=280.0, help="seconds of a start's steps after the first")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train")
     args = parser.parse_args()

@@ -66,6 +66,13 @@ def means(rows: Sequence[Row], warmup: int) -> dict[str, float]:
     return {name: fmean(row[name] for row in steady) for name in REPORTED if all(name in row for row in steady)}
 
 
+def window(warmup: int, *runs: Sequence[Row]) -> int:
+    """The step before which the means of both runs end: as many steps of each, and an even number, as with K = 1 a long
+    step and a short one take turns."""
+    counted = min(map(len, runs)) - warmup
+    return warmup + counted - counted % 2 * (counted > 1)
+
+
 def evaluated(row: Row) -> dict[str, Any]:
     """Accuracy of each evaluation set after a step, with its 95 % interval; none where nothing was evaluated."""
     wanted = ("/acc/mean@1", "/acc/mean@1/low", "/acc/mean@1/high")
@@ -107,13 +114,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     work = args.work
     work.mkdir(parents=True, exist_ok=True)
     flags = flags_of(args, work)
-    figures: dict[str, Any] = {}
+    runs: dict[int, list[Row]] = {}
     for staleness in (0, args.max_staleness):
         print(f"--max-staleness {staleness}", flush=True)
-        rows = run_training(
+        runs[staleness] = run_training(
             [*flags, "--max-staleness", staleness], work / f"run_{staleness}", args.timeout, SHOWN, partial=True
         )
-        figures[f"staleness_{staleness}"] = {"rollouts": len(rows), **means(rows, args.warmup)}
+    last = window(args.warmup, *runs.values())
+    figures: dict[str, Any] = {}
+    for staleness, rows in runs.items():
+        figures[f"staleness_{staleness}"] = {"rollouts": len(rows), **means(rows[:last], args.warmup)}
         if accuracy := evaluated(rows[-1]):
             figures[f"staleness_{staleness}"]["evaluation"] = accuracy
         if args.rewards:
@@ -142,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rewards", action="store_true", help="also report the mean reward of every step")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_stream_step"), help="scratch folder")
     parser.add_argument("--weights", type=Path, help="folder of converted weights, kept for later runs (--work)")
-    parser.add_argument("--timeout", type=float, default=280.0, help="seconds each of the two runs may take")
+    parser.add_argument("--timeout", type=float, default=280.0, help="seconds of each run after its first step")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train")
     return parser

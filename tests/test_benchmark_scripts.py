@@ -45,12 +45,14 @@ class CachingEngine:
 
     def __init__(self) -> None:
         self.held: dict[str | None, int] = {}
+        self.prompts: list[list[int]] = []
         self.new_prompt_tokens = 0
 
     async def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], *, session: str | None = None
     ) -> Completion:
         assert sampling_params["ignore_eos"]
+        self.prompts.append(input_ids)
         cached = min(self.held.get(session, 0), len(input_ids) - 1)
         count = sampling_params["max_new_tokens"]
         self.held[session] = len(input_ids) + count - 1
@@ -342,20 +344,25 @@ def test_lengths_are_log_uniform_and_those_of_the_sample() -> None:
 
 
 async def test_a_runs_rollouts_are_sent_once_more_as_what_they_had_the_engine_compute(tmp_path: Path) -> None:
-    samples = [([1] * 9, [1, 1, 0, 1]), ([1] * 5, [0, 0]), ([1] * 7, [1] * 6)]  # (tokens, loss mask)
+    samples = [([1] * 9, [1, 1, 0, 1]), ([1] * 5, [0, 0]), ([1] * 11, [1] * 6)]  # (tokens, loss mask)
     for number in (0, 3):
-        lines = [json.dumps({"tokens": tokens, "loss_mask": mask}) for tokens, mask in samples]
+        lines = [
+            json.dumps({"tokens": tokens, "loss_mask": mask, "response_length": len(mask), "group_index": 7})
+            for tokens, mask in samples
+        ]
         (tmp_path / "rollouts").mkdir(exist_ok=True)
         (tmp_path / "rollouts" / f"rollout_{number:06d}.jsonl").write_text("\n".join(lines) + "\n")
     rows = [{"step": step, "rollout/tokens_per_second": 10.0 * step} for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rollouts = engine_rate.rollouts_of(tmp_path, 1)
     assert {number: ([(load.new_prompt_tokens, load.generated) for load in loads], rate)
-            for number, (loads, rate) in rollouts.items()} == {3: ([(6, 3), (1, 6)], 30.0)}  # fmt: skip
+            for number, (loads, rate) in rollouts.items()} == {3: ([(6, 3), (5, 6)], 30.0)}  # fmt: skip
     engine, flushed = CachingEngine(), []
     figures = await engine_rate.measure(engine, rollouts, {}, 20, lambda: flushed.append(engine.new_prompt_tokens))
-    assert flushed == [7] and figures["run_tokens_per_second"] == {3: 30.0}
+    assert flushed == [11] and figures["run_tokens_per_second"] == {3: 30.0}
     assert figures["engine_share"] == figures["shares"][3] == 100 * 30.0 / figures["alone_tokens_per_second"][3]
+    first, second = engine.prompts[:2]
+    assert (len(first), len(second)) == (6, 5) and first[:5] == second  # one group, one prompt
     with pytest.raises(SystemExit, match="no dumped rollout from 4 on"):
         engine_rate.rollouts_of(tmp_path, 4)
 
@@ -373,6 +380,13 @@ def test_the_steps_of_a_stream_are_averaged_after_the_warm_up() -> None:
         for words in ([], ["--layout", "shared"], ["--lengths"], ["--lengths", "--layout", "shared"])
     ]
     assert names == ["stream_step_ratio", "stream_shared_ratio", "stream_long_ratio", "stream_long_ratio"]
+
+
+def test_both_runs_of_a_stream_are_averaged_over_as_many_steps_and_an_even_number() -> None:
+    rows: list[dict[str, float]] = [{}] * 9
+    assert [stream_step.window(2, rows[:a], rows[:b]) for a, b in ((9, 8), (8, 9), (7, 9), (9, 4), (3, 3))] == [
+        8, 8, 6, 4, 3,
+    ]  # fmt: skip
 
 
 def test_a_stall_is_counted_without_the_wait_for_another_write() -> None:

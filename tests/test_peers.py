@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,25 @@ def test_the_comparison_of_one_peer_leaves_the_others_alone(tmp_path: Path) -> N
         step_ratio.main(["--peer", peer, *files, "--output", str(tmp_path / "peer.json")])
     found = json.loads((tmp_path / "peer.json").read_text())
     assert {peer: entry["step_ratio"] for peer, entry in found.items()} == {"verl": 2.5, "trl": 2.5}
+
+
+@pytest.mark.parametrize(("status", "why"), [(0, "a side did not finish more than two steps"), (3, "verl ended with")])
+def test_a_peer_that_fails_is_compared_all_the_same(status: int, why: str, tmp_path: Path) -> None:
+    """Python stands for both sides: it makes files with the scripts of this folder and does nothing as a trainer."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\ncase "$*" in\n  *verl.trainer*) exit {status} ;;\n  *.py*) exec {sys.executable} "$@" ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"question": f"{n} + {n}?"}) + "\n" for n in range(4)))
+    variables = {
+        "PATH": "/usr/bin:/bin", "PYTHON": str(python), "MODEL": "none", "VERL_SITE": str(tmp_path), "DEVICE": "cpu",
+        "QUESTIONS": str(questions), "WORK": str(tmp_path / "w"), "RESULT": str(tmp_path / "r" / "peer.json"),
+        "STEPS": "2", "PROMPTS": "2",
+    }  # fmt: skip
+    script = Path(step_ratio.__file__).with_name("verl.sh")
+    done = subprocess.run(["bash", str(script)], env=variables, capture_output=True, text=True)
+    assert done.returncode == (status != 0), done.stderr
+    entry = json.loads((tmp_path / "r" / "peer.json").read_text())["verl"]
+    assert entry["step_ratio"] is None and why in entry["why"]

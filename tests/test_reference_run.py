@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,35 @@ class TestReport:
         summary = json.loads(self.made(work)["summary.json"])["qwen2.5-coder-1.5b"]
         assert summary["seeds"] == 1 and summary["gsm8k"]["rl"] == 0.75
 
+    def test_an_evaluation_that_is_not_complete_is_left_out(self, work: Path) -> None:
+        """Short answers end first: half of them say something else than all."""
+        evaluation = work / "1.5b" / "rl_grpo_2" / "eval" / "math500_000003"
+        for prompts, seeds in ((4, 2), (5, 1)):
+            setting = {"prompts": prompts, "samples_per_prompt": 1}
+            evaluation.with_suffix(".setting.json").write_text(json.dumps(setting))
+            assert json.loads(self.made(work)["summary.json"])["qwen2.5-coder-1.5b"]["seeds"] == seeds
+
+    def test_a_seed_that_was_cut_short_is_in_no_mean_with_the_others(self, work: Path) -> None:
+        for name in tables.SETS:
+            evaluation = work / "1.5b" / "rl_grpo_2" / "eval" / f"{name}_000003.jsonl"
+            evaluation.rename(evaluation.with_name(f"{name}_000001.jsonl"))
+        made = self.made(work)
+        assert json.loads(made["summary.json"])["qwen2.5-coder-1.5b"]["gsm8k"]["rl"] == 0.75
+        assert "| GRPO, seed 2, cut short after rollout 2 |" in made["tables.md"] and "mean of" not in made["tables.md"]
+
+    def test_aime_is_told_by_the_mean_over_the_samples_of_a_problem(self, work: Path) -> None:
+        assert "AIME" not in self.made(work)["tables.md"]
+        rows = [sample(i, right=right) | {"group_index": i // 2} for i, right in enumerate((True, False, True, True))]
+        jsonl(work / "1.5b" / "aime" / "eval" / "aime24_-00001.jsonl", rows)
+        found = estimate([0.5, 1.0])
+        line = f"AIME 2024 mean@2 75.0 % ({100 * found.low:.1f} to {100 * found.high:.1f})."
+        assert f"The first run's model, sampled at temperature 1: {line}" in self.made(work)["tables.md"]
+
+    def test_steps_of_a_stream_are_told_by_their_mean(self, work: Path) -> None:
+        steps = [{"step": i, "perf/step_seconds": seconds} for i, seconds in enumerate((99.0, 99.0, 40.0, 10.0, 10.0))]
+        jsonl(work / "1.5b" / "rl_stream_1" / "metrics.jsonl", steps)
+        assert "| rl_stream_1 (means) | 5 | 20.00 |" in self.made(work)["tables.md"]
+
     def test_the_same_files_give_the_same_bytes(self, work: Path) -> None:
         assert self.made(work) == self.made(work)
 
@@ -411,9 +441,12 @@ class TestScript:
             assert done.returncode == (not wanted), (run, done.stderr)
         assert "an algorithm is grpo, stream, dapo, ppo or plain, got 'sarsa'" in done.stderr
 
-    @pytest.mark.parametrize(("parallel", "mps", "shared"), [("2", "1", True), ("2", "0", False), ("1", "1", False)])
+    @pytest.mark.parametrize(
+        ("parallel", "mps", "second", "shared"),
+        [("2", "1", "grpo", True), ("2", "0", "grpo", False), ("1", "1", "grpo", False), ("1", "1", "stream", True)],
+    )
     def test_runs_on_one_gpu_share_it_through_a_server_that_ends_with_them(
-        self, tmp_path: Path, parallel: str, mps: str, shared: bool
+        self, tmp_path: Path, parallel: str, mps: str, second: str, shared: bool
     ) -> None:
         programs = tmp_path / "bin"
         server = '[[ $# -gt 0 ]] || read -r word; echo "server ${1:-}${word:-}" >> "$CALLS"'
@@ -421,7 +454,7 @@ class TestScript:
         python = self.program(programs / "python", 'echo "run ${CUDA_MPS_PIPE_DIRECTORY:-alone}" >> "$CALLS"')
         calls = tmp_path / "calls"
         done = self.run(
-            "rl", WORK=str(tmp_path / "w"), MODEL="0.5b", RUNS="grpo:1 grpo:2", DEVICE="cuda", APART="0",
+            "rl", WORK=str(tmp_path / "w"), MODEL="0.5b", RUNS=f"grpo:1 {second}:2", DEVICE="cuda", APART="0",
             PARALLEL=parallel, MPS=mps, PYTHON=python, PATH=f"{programs}:/usr/bin:/bin",
             CALLS=str(calls),
         )  # fmt: skip
@@ -433,3 +466,43 @@ class TestScript:
         assert (lines[0], lines[-1]) == ("server -d", "server quit") and len(lines) == 4
         (folder,) = {line.removeprefix("run ") for line in lines[1:3]}
         assert folder != "alone" and not Path(folder).exists()
+
+    def test_the_first_run_with_the_tool_measures_the_sft_model(self, tmp_path: Path) -> None:
+        python, runs = self.program(tmp_path / "python", "true"), ("plain_1", "grpo_1", "grpo_2")
+        variables = {"WORK": str(tmp_path / "w"), "PYTHON": python, "RUNS": "plain:1 grpo:1 grpo:2"}
+        assert self.run("rl", MODEL="0.5b", APART="0", DEVICE="cpu", **variables).returncode == 0
+        commands = [(tmp_path / "w" / "0.5b" / f"rl_{run}" / "command.txt").read_text() for run in runs]
+        assert ["--skip-eval-before-train" in command for command in commands] == [True, False, True]
+
+    def test_an_export_that_a_killed_run_left_is_made_again(self, tmp_path: Path) -> None:
+        python = self.program(tmp_path / "python", '[[ ! -e "$WORK/0.5b/rl_grpo_1/hf" ]]')
+        left = tmp_path / "w" / "0.5b" / "rl_grpo_1" / "hf" / "model.safetensors"
+        left.parent.mkdir(parents=True)
+        left.touch()
+        variables = {"WORK": str(tmp_path / "w"), "PYTHON": python, "RUNS": "grpo:1"}
+        assert self.run("rl", MODEL="0.5b", APART="0", DEVICE="cpu", **variables).returncode == 0
+
+    def test_the_rate_of_a_run_that_shared_its_gpu_is_refused(self, tmp_path: Path) -> None:
+        done = self.run("rate", WORK=str(tmp_path), MODEL="0.5b", PARALLEL="5", DEVICE="cpu")
+        assert done.returncode == 2 and "with PARALLEL=5 on 1 GPU(s) the first run shared its GPU" in done.stderr
+
+    def test_what_runs_ends_with_the_script_and_no_other_script_joins_in(self, tmp_path: Path) -> None:
+        """As `kill` of the script alone does, and a command that is given twice."""
+        calls, work = tmp_path / "calls", str(tmp_path / "w")
+        stays = "trap 'echo ended >> \"$CALLS\"; exit 130' TERM\necho begun >> \"$CALLS\"\nwhile true; do sleep 0.05"
+        variables = {
+            "PATH": "/usr/bin:/bin", "PYTHON": self.program(tmp_path / "python", f"{stays}\ndone"), "CALLS": str(calls),
+            "WORK": work, "MODEL": "0.5b", "RUNS": "grpo:1 grpo:2", "APART": "0", "DEVICE": "cpu",
+        }  # fmt: skip
+        calls.touch()
+        script = subprocess.Popen(["bash", str(EXAMPLE / "run.sh"), "rl"], env=variables, stdout=subprocess.DEVNULL)
+        while calls.read_text().count("begun") < 2:
+            assert script.poll() is None
+            time.sleep(0.02)
+        other = self.run("sft", WORK=work, MODEL="0.5b", DEVICE="cpu")
+        assert other.returncode == 2 and f"another run.sh, or what is left of one, works in WORK={work}" in other.stderr
+        read = self.run("table", WORK=work, MODEL="0.5b", PYTHON="true")  # which may be at any time
+        assert read.returncode == 0
+        script.terminate()
+        assert script.wait(60) == 143
+        assert calls.read_text().split() == ["begun", "begun", "ended", "ended"]

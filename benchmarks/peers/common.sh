@@ -3,7 +3,7 @@ HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(cd -- "${HERE}/../.." && pwd)"
 PYTHON="${PYTHON:-python3}"
 WORK="${WORK:-${ROOT}/outputs/peers/${PEER}}"
-RESULT="${RESULT:-${WORK}/peer.json}"
+RESULT="${RESULT:-${ROOT}/outputs/peers/peer.json}"  # of all peers; tables.py reads it in docs/results
 STEPS="${STEPS:-8}"
 PROMPTS="${PROMPTS:-64}"
 SAMPLES="${SAMPLES:-8}"
@@ -13,7 +13,8 @@ ATTENTION="${ATTENTION:-flash_attention_4}"
 BATCH=$((PROMPTS * SAMPLES))
 HALF=$((BATCH / 2))
 DEVICE="${DEVICE:-cuda}"
-mkdir -p "${WORK}"
+mkdir -p "${WORK}" "$(dirname -- "${RESULT}")"
+export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"  # each side has one GPU; TRL ends where it sees two
 export PYTHONPATH="${HERE}:${ROOT}${PYTHONPATH:+:${PYTHONPATH}}" CUDA_DEVICE_MAX_CONNECTIONS=1 TOKENIZERS_PARALLELISM=false
 
 work() {
@@ -40,7 +41,7 @@ ours() {
 
 compare() {
   "${PYTHON}" "${HERE}/step_ratio.py" --peer "${PEER}" --ours "${WORK}/ours/metrics.jsonl" --theirs "${WORK}/${PEER}.jsonl" \
-    --output "${RESULT}"
+    --output "${RESULT}" "$@"
 }
 
 # run STEP [FLAG ...]: flags go to the peer.
@@ -52,8 +53,10 @@ run() {
     all)
       work
       ours
-      peer "$@"
-      compare
+      if peer "$@"; then compare; else
+        compare --why "${PEER} ended with status $?"
+        return 1
+      fi
       ;;
     *)
       sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2

@@ -4,8 +4,8 @@
 
 can be called at any time, also while the run goes on. For each model of the run DIR/MODEL holds
 
-    outcomes.jsonl      each evaluation: {run, set, rollout, right, tool, cut}: a character for each problem, in order;
-                        1 or 0, and - where an outage cost the sample
+    outcomes.jsonl      each evaluation: {run, set, rollout, right, tool, cut}: a character for each sample, in order;
+                        1 or 0, and - where an outage cost the sample. each: samples of a problem, where more than one
     transcripts.jsonl   TRANSCRIPTS answers of the first RL run's last evaluation, at even distances over the problems
     RUN/metrics.jsonl, RUN/command.txt
     selection.json      which programs became traces
@@ -19,6 +19,7 @@ and, in a package only, answers.jsonl (every evaluated answer, without token ids
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import tarfile
@@ -45,22 +46,35 @@ def model_folders(work: Path) -> list[Path]:
 
 
 def evaluations(folder: Path) -> Iterator[tuple[str, str, int, list[Row]]]:
-    """(run, set, rollout, samples in the problems' order) of every evaluation of a model, in order of time."""
+    """(run, set, rollout, samples in the problems' order) of every evaluation of a model, in order of time.
+
+    One that is still being written, or was stopped, is left out: short answers are the first to be there.
+    """
     for path in sorted(folder.glob("*/eval/*_*.jsonl")):
         name, _, number = path.stem.rpartition("_")
         rows = sorted(read_jsonl(path), key=lambda row: row["index"])
-        if rows:
+        if rows and len(rows) >= wanted_of(path):
             yield path.parents[1].name, name, int(number), rows
 
 
-def outcome(rows: list[Row]) -> dict[str, str]:
+def wanted_of(path: Path) -> int:
+    """How many samples an evaluation has when it is complete."""
+    beside = path.with_suffix(".setting.json")
+    if not beside.exists():
+        return 0
+    setting = json.loads(beside.read_text(encoding="utf-8"))
+    return setting["prompts"] * setting["samples_per_prompt"]
+
+
+def outcome(rows: list[Row]) -> Row:
     """A character for each sample."""
 
     def marks(told: list[bool | None]) -> str:
         return "".join("-" if one is None else "01"[one] for one in told)
 
     usable = [row["status"] in USABLE for row in rows]
-    return {
+    each = len(rows) // len({row["group_index"] for row in rows})
+    return ({"each": each} if each > 1 else {}) | {
         "right": marks([row["reward"]["acc"] if ok else None for row, ok in zip(rows, usable, strict=True)]),
         "tool": marks([row["num_tool_calls"] > 0 if ok else None for row, ok in zip(rows, usable, strict=True)]),
         "cut": marks([row["status"] == "truncated" if ok else None for row, ok in zip(rows, usable, strict=True)]),

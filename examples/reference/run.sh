@@ -15,7 +15,8 @@
 #   RUNS          RL runs, ALGORITHM:SEED: "grpo:1 grpo:2 plain:1"; plain is the control without the tool, stream is grpo
 #                 with --max-staleness 1
 #   GPUS          "0 1 2": RL runs, and the traces of each set, go to these in turn (default: all on the first)
-#   RL_STEPS, SFT_EPOCHS, PARALLEL (RL runs side by side, on all GPUs together), and the others set below
+#   RL_STEPS, SFT_EPOCHS, PARALLEL (RL runs side by side, on all GPUs together; default: one a GPU, five in the short
+#                 form), and the others set below
 #   MPS           0: RL runs on one GPU take turns there, even where NVIDIA MPS would let them work at the same time
 #   RL_FLAGS, SFT_FLAGS, EVAL_FLAGS   further flags of slime_retool, which win
 #   RESULTS       where `table` writes (docs/results of a clone, or any folder)
@@ -24,6 +25,8 @@ HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(cd -- "${HERE}/../.." && pwd)"
 STEP="${1:-}"
 
+read -r -a GPUS <<< "${GPUS:-}"
+NUM_GPUS=$(( ${#GPUS[@]} ? ${#GPUS[@]} : 1 ))
 FORM=main
 if [[ "${STEP}" == short || "${MODEL:-}" == 0.5b ]]; then FORM=short; fi
 if [[ "${FORM}" == short ]]; then
@@ -58,7 +61,7 @@ else
   EVAL_EVERY="${EVAL_EVERY:-15}"
   RL_LR="${RL_LR:-4e-6}"
   RESPONSE="${RESPONSE:-1024}"
-  PARALLEL="${PARALLEL:-1}"
+  PARALLEL="${PARALLEL:-${NUM_GPUS}}"
   CACHE_TOKENS="${CACHE_TOKENS:-400000}"
   MEMORY=()
   MAX_TOKENS="${MAX_TOKENS:-16384}"
@@ -68,7 +71,6 @@ WORK="${WORK:-${ROOT}/outputs/reference}"
 MODELS_DIR="${MODELS_DIR:-}"
 DATA_DIR="${DATA_DIR:-${ROOT}/data}"
 PYTHON="${PYTHON:-python3}"
-read -r -a GPUS <<< "${GPUS:-}"
 RESULTS="${RESULTS:-${WORK}/results}"
 DEVICE="${DEVICE:-auto}"
 SAMPLES="${SAMPLES:-2}"                  # programs asked for each training question
@@ -121,7 +123,8 @@ once() {
   mkdir -p "${WORK}/done/$(dirname "${name}")" "${WORK}/logs/$(dirname "${name}")"
   say "${name}: begins"
   begin="$(date +%s.%N)"
-  if ! "$@" > "${WORK}/logs/${name}.log" 2>&1; then
+  "$@" > "${WORK}/logs/${name}.log" 2>&1 &
+  if ! wait "$!"; then
     say "${name}: FAILED; the end of ${WORK}/logs/${name}.log:" >&2
     tail -n 25 "${WORK}/logs/${name}.log" >&2
     return 1
@@ -193,7 +196,7 @@ serve() {
   file="${WORK}/served/${name}.url"
   mkdir -p "${WORK}/served" "${WORK}/logs"
   rm -f "${file}"
-  trap end_servers EXIT  # of this shell, which may be one in the background
+  if (( BASHPID != $$ )); then trap end_servers EXIT; fi  # of this shell in the background
   graphs "${SERVED}"
   local memory=()
   if (( ON_GPU )); then memory=(--sglang-mem-fraction-static 0.35 --sglang-max-running-requests "${SERVED}"); fi
@@ -261,7 +264,7 @@ sampled() {
     "${PREPARED}/train/${set}.jsonl" --n-samples-per-eval-prompt "${SAMPLES}" --eval-temperature 0.7 \
     --eval-top-p 0.95 --eval-max-response-len "${PROGRAM_RESPONSE}" || status=$?
   LIMIT=()
-  if (( status == 124 )) && [[ -s "${WORK}/programs/${set}/eval/${set}_-00001.jsonl" ]]; then
+  if (( status == 124 || status == 137 )) && [[ -s "${WORK}/programs/${set}/eval/${set}_-00001.jsonl" ]]; then
     echo "stopped after ${SAMPLE_SECONDS} s"
     return
   fi
@@ -342,6 +345,7 @@ evaluate() {
 }
 
 train_sft() {
+  rm -rf "${OUT}/sft_hf"  # of a run that was killed after it: an export goes into no folder that holds something
   launch "${OUT}/sft" "${PYTHON}" -m slime_retool.train --device "${DEVICE}" --hf-checkpoint "${HF}" --ref-load "${OUT}/base_torch_dist" \
     --loss-type sft_loss --prompt-data "${OUT}/data/sft.jsonl" --input-key messages --tool-key tools \
     --tool-format retool --rollout-shuffle --num-epoch "${SFT_EPOCHS}" --rollout-batch-size "${SFT_BATCH}" \
@@ -357,6 +361,7 @@ sft() {
 }
 
 # train_rl ALGORITHM SEED FIRST: FIRST 0 leaves out the evaluation before training, which is the first run's alike.
+# A run that was killed goes on from its last evaluation; Adam's moments, which are not kept, begin anew.
 train_rl() {
   local algorithm="$1" seed="$2" set data=() before=()
   if (( ! $3 )); then before=(--skip-eval-before-train); fi
@@ -393,6 +398,7 @@ train_rl() {
     engine+=(--no-offload-train --no-offload-rollout --sglang-mem-fraction-static 0.8)
     engine+=(--sglang-max-total-tokens "${CACHE_TOKENS}")
   fi
+  rm -rf "${run}/hf"
   launch "${run}" "${PYTHON}" -m slime_retool.train --device "${DEVICE}" --hf-checkpoint "${start}" --ref-load "${reference}" \
     --colocate --seed "${seed}" --rollout-seed "${seed}" --output-dir "${run}" --no-progress \
     --prompt-data "${data[@]}" --input-key "${form}" --label-key label --rollout-shuffle \
@@ -406,23 +412,23 @@ train_rl() {
     --calculate-per-token-loss --use-dynamic-batch-size --max-tokens-per-gpu "${MAX_TOKENS}" \
     ${MEMORY[@]+"${MEMORY[@]}"} --lr "${RL_LR}" --min-lr 1e-6 --lr-decay-style linear --lr-warmup-iters "${WARMUP}" \
     --save "${run}/checkpoints" --load "${run}/checkpoints" --no-save-optim --save-hf "${run}/hf" \
+    --save-interval "${EVAL_EVERY}" --save-keep 1 \
     --dump-rollouts --dump-rollouts-every 10 \
     "${how[@]}" "${engine[@]}" ${RL_FLAGS[@]+"${RL_FLAGS[@]}"}
 }
 
 # share_gpus: processes that are started from here on compute at the same time on a GPU, not one after the other, where
-# several RL runs will be there. The server is this script's own.
+# several RL runs will be there, or one that trains while it generates. The server is this script's own.
 share_gpus() {
-  if (( ! ON_GPU || ! MPS || PARALLEL <= (${#GPUS[@]} ? ${#GPUS[@]} : 1) )); then return; fi
+  if (( ! ON_GPU || ! MPS )); then return; fi
+  if (( PARALLEL <= NUM_GPUS )) && [[ " ${RUNS}" != *" stream:"* ]]; then return; fi
   if ! command -v nvidia-cuda-mps-control > /dev/null; then say "no NVIDIA MPS here: runs on one GPU take turns"; return; fi
   CUDA_MPS_PIPE_DIRECTORY="$(mktemp -d)"
   export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY="${CUDA_MPS_PIPE_DIRECTORY}"
   if ! env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d; then
     say "NVIDIA MPS did not start: runs on one GPU take turns" >&2
     end_sharing
-    return
   fi
-  trap end_sharing EXIT
 }
 
 end_sharing() {
@@ -433,14 +439,19 @@ end_sharing() {
 }
 
 rl() {
-  local running=() failed=0 run number=0
+  local running=() failed=0 run number=0 first=1 measured
+  if [[ "${FORM}" == main ]] && (( PARALLEL > NUM_GPUS )); then
+    say "PARALLEL=${PARALLEL} on ${NUM_GPUS} GPU(s): each run of the 1.5B model takes up to 90 GB of its GPU" >&2
+  fi
   share_gpus
   for run in ${RUNS}; do
     while (( ${#running[@]} >= PARALLEL )); do
       wait "${running[0]}" || failed=1
       running=("${running[@]:1}")
     done
-    (use_gpu "${number}"; once "${NAME}/rl_${run/:/_}" train_rl "${run%%:*}" "${run##*:}" "$(( number == 0 ))") &
+    measured=0
+    if [[ "${run}" != plain:* ]]; then measured="${first}" first=0; fi
+    (use_gpu "${number}"; once "${NAME}/rl_${run/:/_}" train_rl "${run%%:*}" "${run##*:}" "${measured}") &
     running+=($!)
     number=$((number + 1))
     sleep "${APART}"
@@ -466,6 +477,10 @@ aime() {
 # What share of the engine's own tokens per second the first run's generation reaches.
 rate() {
   local run="${RUNS%% *}" memory=()
+  if (( PARALLEL > NUM_GPUS )); then
+    echo "rate: with PARALLEL=${PARALLEL} on ${NUM_GPUS} GPU(s) the first run shared its GPU; the engine alone does not" >&2
+    return 2
+  fi
   run="${OUT}/rl_${run/:/_}"
   graphs "$(( RL_PROMPTS * RL_SAMPLES ))"
   if (( ON_GPU )); then memory=(--sglang-mem-fraction-static 0.5); fi
@@ -501,9 +516,9 @@ everything() {
     # start together on one GPU count each other's memory.
     local measuring=""
     if (( ${#GPUS[@]} > 2 )); then (use_gpu 2; evaluate) & measuring=$!; fi
-    (use_gpu 0; traces)
+    (use_gpu 0; traces) & wait "$!"
     if [[ -z "${measuring}" ]]; then (use_gpu 1; evaluate) & measuring=$!; fi
-    (use_gpu 0; sft)
+    (use_gpu 0; sft) & wait "$!"
     wait "${measuring}" || say "the base model was not measured; the same command does it later"
   fi
   rl || say "an RL run failed; the others are in the table"
@@ -511,7 +526,48 @@ everything() {
   say "all of it took $(( $(date +%s) - begin )) s"
 }
 
+# stop PID: SIGTERM, once, to the commands that run below a shell of this script. They end what they started.
+declare -A STOPPED=()
+stop() {
+  local child children
+  if [[ "$(cat "/proc/$1/comm" 2> /dev/null)" == bash ]]; then
+    children="$(cat "/proc/$1/task/$1/children" 2> /dev/null)" || true
+    for child in ${children}; do stop "${child}"; done
+  elif [[ -z "${STOPPED[$1]:-}" ]]; then
+    STOPPED[$1]=1
+    kill -TERM "$1" 2> /dev/null || true
+  fi
+}
+
+# finish: nothing that this script started goes on without it.
+finish() {
+  local job
+  while [[ -n "$(jobs -pr)" ]]; do
+    for job in $(jobs -pr); do stop "${job}"; done
+    sleep 0.2
+  done
+  end_servers
+  end_sharing
+}
+
+# lock: two runs would write into the same files.
+lock() {
+  if ! command -v flock > /dev/null; then return; fi
+  exec 9> "${WORK}/lock"
+  if ! flock -n 9; then
+    echo "another run.sh, or what is left of one, works in WORK=${WORK}: wait for its end, or name another folder" >&2
+    exit 2
+  fi
+}
+
 mkdir -p "${WORK}"
+trap finish EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
+case "${STEP}" in
+  leak | table | pack) ;;  # only read, at any time
+  *) lock ;;
+esac
 case "${STEP}" in
   models | data | traces | leak | sft | rl | aime | rate | table | pack) "${STEP}" ;;
   eval) evaluate ;;

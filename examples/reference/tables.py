@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#1
 PHASES = ("generate", "log_probs", "train", "critic", "sync", "offload", "idle", "step")
 WARM_STEPS = 2
 """Steps of a run that no median counts: kernels are compiled in them."""
-MAIN, CONTROL = "grpo", "plain"
+MAIN, CONTROL, STREAM = "grpo", "plain", "stream"
+AIME = {"aime24": "AIME 2024", "aime25": "AIME 2025"}
 Row = dict[str, Any]
 
 
@@ -68,6 +70,11 @@ class Model:
         self._outcomes = read_jsonl(folder / "outcomes.jsonl")
         self.runs = sorted(path.parent.name for path in folder.glob("rl_*/metrics.jsonl"))
 
+    def longest(self, runs: Sequence[str]) -> list[str]:
+        """Those that were last evaluated after the most rollouts: others, cut short, are in no mean with them."""
+        most = max((self.last(run) or 0 for run in runs), default=0)
+        return [run for run in runs if self.last(run) == most]
+
     def runs_of(self, algorithm: str) -> list[str]:
         """Runs that trained and were evaluated afterwards."""
         return [run for run in self.runs if run.startswith(f"rl_{algorithm}_") and self.last(run) is not None]
@@ -87,7 +94,7 @@ class Model:
         if not rows:
             return None
         columns = ("right", "tool", "cut")
-        return Measured(*(tuple(row[column] for row in rows) for column in columns))
+        return Measured(*(tuple(marks for row in rows for marks in samples(row, column)) for column in columns))
 
     def states(self) -> dict[str, list[tuple[str, int | None]]]:
         """Name of a row of the table -> the evaluations that it shows."""
@@ -98,9 +105,14 @@ class Model:
             "base, with the tool": [("base_tool", -1)],
             "SFT": [(run, -1) for run in tool_runs],
         }
-        states |= {f"GRPO, seed {run.rpartition('_')[2]}": [(run, self.last(run))] for run in grpo}
-        if len(grpo) > 1:
-            states[f"GRPO, mean of {len(grpo)} seeds"] = [(run, self.last(run)) for run in grpo]
+        longest = self.longest(grpo)
+        for run in grpo:
+            last = self.last(run)
+            assert last is not None
+            cut = "" if run in longest else f", cut short after rollout {last + 1}"
+            states[f"GRPO, seed {run.rpartition('_')[2]}{cut}"] = [(run, last)]
+        if len(longest) > 1:
+            states[f"GRPO, mean of {len(longest)} seeds"] = [(run, self.last(run)) for run in longest]
         for run in tool_runs:
             if run not in grpo and self.last(run) is not None:
                 _, algorithm, seed = run.split("_")
@@ -111,7 +123,7 @@ class Model:
 
     def summary(self) -> Row:
         """This model's entry of summary.json. The base is measured in the form in which it answers better."""
-        grpo = [(run, self.last(run)) for run in self.runs_of(MAIN)]
+        grpo = [(run, self.last(run)) for run in self.longest(self.runs_of(MAIN))]
         states = self.states()
         entry: Row = {"seeds": len(grpo)}
         for name in SETS:
@@ -127,6 +139,12 @@ class Model:
         }
         entry["tool_use"] = {stage: rounded(found and found.tool_use) for stage, found in uses.items()}
         return entry
+
+
+def samples(row: Row, column: str) -> list[str]:
+    """Marks of an evaluation with a character for each problem: of all first samples, of all second ones, and so on."""
+    each = row.get("each", 1)
+    return [row[column][first::each] for first in range(each)]
 
 
 def rounded(value: float | None) -> float | None:
@@ -165,7 +183,8 @@ def problems(model: Model) -> str:
 
 
 def speed_table(model: Model) -> str:
-    """Medians of each run's steps after the first two."""
+    """Medians of each run's steps after the first two; means where generation goes on across updates: there long steps
+    and short ones take turns."""
     runs = {run: steps_of(model.folder / run / "metrics.jsonl") for run in ("sft", *model.runs)}
     names = [phase for phase in PHASES if any(f"perf/{phase}_seconds" in row for rows in runs.values() for row in rows)]
     head = [
@@ -181,13 +200,16 @@ def speed_table(model: Model) -> str:
         if not rows:
             continue
         steady = rows[WARM_STEPS:] or rows
-        cells = [number(median(steady, f"perf/{name}_seconds")) for name in names]
+        streams = run.startswith(f"rl_{STREAM}_")
+        typical = partial(of_steps, steady, statistics.fmean if streams else statistics.median)
+        cells = [number(typical(f"perf/{name}_seconds")) for name in names]
         cells += [
-            number(median(steady, "perf/generate_tokens_per_second_per_gpu"), 0),
-            number(median(steady, "perf/train_tokens_per_second_per_gpu"), 0),
+            number(typical("perf/generate_tokens_per_second_per_gpu"), 0),
+            number(typical("perf/train_tokens_per_second_per_gpu"), 0),
         ]
-        mfu = median(steady, "perf/train_mfu")
-        table.append([run, str(len(rows)), *cells, "" if mfu is None else percent(mfu)])
+        mfu = typical("perf/train_mfu")
+        cells.append("" if mfu is None else percent(mfu))
+        table.append([f"{run} (means)" if streams else run, str(len(rows)), *cells])
     return markdown(head, table)
 
 
@@ -196,9 +218,9 @@ def steps_of(path: Path) -> list[Row]:
     return [row for row in read_metrics(path) if "perf/step_seconds" in row] if path.exists() else []
 
 
-def median(rows: Sequence[Row], name: str) -> float | None:
+def of_steps(rows: Sequence[Row], statistic: Callable[[list[float]], float], name: str) -> float | None:
     values = [row[name] for row in rows if row.get(name) is not None]
-    return statistics.median(values) if values else None
+    return statistic(values) if values else None
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -213,7 +235,7 @@ def times_table(model: Model) -> str:
         return ""
     cells = [[row["step"], f"{row['end'] - row['begin']:.0f}"] for row in rows]
     whole = max(row["end"] for row in rows) - min(row["begin"] for row in rows)
-    return markdown(["step", "seconds"], [*cells, ["from the first to the last", f"{whole:.0f}"]])
+    return markdown(["step", "seconds"], [*cells, ["from the first to the last, pauses included", f"{whole:.0f}"]])
 
 
 def curves(model: Model) -> str:
@@ -301,6 +323,17 @@ def traces_line(model: Model) -> str:
     return " ".join([f"{total} SFT conversations.", *sentences])
 
 
+def aime_line(model: Model) -> str:
+    """AIME by its mean over the samples of a problem, as a sentence."""
+    parts = []
+    for name, title in AIME.items():
+        rows = model.at("aime", -1, name)
+        found = model.measured([("aime", -1)], name)
+        if found is not None:
+            parts.append(f"{title} mean@{rows[0].get('each', 1)} {with_interval(found.accuracy)}")
+    return f"The first run's model, sampled at temperature 1: {', '.join(parts)}." if parts else ""
+
+
 def rate_line(model: Model) -> str:
     """How close generation comes to the engine's own speed, as a sentence."""
     path = model.folder / "engine_rate.json"
@@ -316,7 +349,8 @@ def rate_line(model: Model) -> str:
 
 def tables(model: Model) -> str:
     parts = [f"## {model.name}", f"Problems: {problems(model)}.", accuracy_table(model), traces_line(model)]
-    parts += [f"![curves](curves-{model.folder.name}.svg)", speed_table(model), rate_line(model), times_table(model)]
+    parts += [aime_line(model), f"![curves](curves-{model.folder.name}.svg)", speed_table(model)]
+    parts += [rate_line(model), times_table(model)]
     return "\n\n".join(part for part in parts if part)
 
 
