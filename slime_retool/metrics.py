@@ -307,7 +307,10 @@ def is_evaluated(path: Path, step: int, sets: Iterable[str]) -> bool:
     for row in _rows(path) if path.exists() else ():
         if row["step"] == step:
             evaluation = {rest for kind, _, rest in (name.partition("/") for name in row) if kind == "eval"}
-            found = found | evaluation if evaluation else set()
+            if evaluation:
+                found |= evaluation
+            elif any(name.startswith(("rollout/", "train/")) for name in row):  # it was run again
+                found = set()
     return all(any(name.startswith(f"{each}/") for name in found) for each in sets)
 
 

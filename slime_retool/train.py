@@ -38,7 +38,7 @@ from slime_retool.config.printable import changed_flags, flag_values, print_comm
 from slime_retool.config.require import as_config_error
 from slime_retool.config.schedule import evaluates_after, warn_of_room
 from slime_retool.engine.flag_check import ServerFlagCheck
-from slime_retool.errors import SlimeRetoolError, TrainerDied, run_command
+from slime_retool.errors import TrainerDied, run_command
 from slime_retool.health import HealthCheck
 from slime_retool.interrupts import Interrupts
 from slime_retool.metric_table import meaning_of
@@ -202,7 +202,7 @@ class Loop:
         with self._interrupts:
             try:
                 self._run()
-            except SlimeRetoolError:
+            except Exception:  # of a hook too, or a full disk: the checkpoint that is being written is whole first
                 self._cluster.trainers.settle_save()
                 raise
 
@@ -211,7 +211,10 @@ class Loop:
         first = self._start()
         if first >= end > 0:
             logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, end)
-        if config.eval_interval is not None and not config.skip_eval_before_train and (first < end or end == 0):
+        # The last one may have been cut short.
+        is_due = first == end > 0 and evaluates_after(config, end - 1)
+        before = not config.skip_eval_before_train and (first < end or end == 0)
+        if config.eval_interval is not None and (before or is_due):
             sets = [name for name, _ in config.eval_sets]
             if first > 0 and is_evaluated(Path(config.output_dir) / "metrics.jsonl", first - 1, sets):
                 logger.info("the evaluation after rollout %d is there already", first - 1)
@@ -305,6 +308,7 @@ class Loop:
         """
         config, cluster = self._config, self._cluster
         while True:
+            cluster.trainers.kill()  # nothing is being written any more
             saved = self._saves.newest_whole()
             where = "the run's beginning" if saved is None else f"the checkpoint of rollout {saved} in {config.save}"
             if self._restarts >= config.max_restarts:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from test_engine_upkeep import Parts, kept, quick  # noqa: F401 (a fixture)
 
 from slime_retool.cluster.cluster import Cluster
+from slime_retool.cluster.engines import Engines as RealEngines
 from slime_retool.config import Config
+from slime_retool.engine.admin import EngineAdmin
 from slime_retool.errors import TrainerDied, WeightUpdateError
 
 
@@ -59,7 +64,7 @@ class Engines:
     def current(self) -> dict[int, str]:
         return self.urls
 
-    def drop_dead(self, *, asleep: bool) -> bool:
+    def drop_dead(self, *, asleep: bool, stuck: bool = True) -> bool:
         self.calls.append(("drop", asleep))
         dead, self.dead = self.dead, False
         if dead:
@@ -93,6 +98,69 @@ def test_an_update_in_which_an_engine_died_is_made_again_for_the_others():
     assert calls == [("update", both, False), ("drop", False), ("update", one, False)]
 
 
+def listens(url: str) -> bool:
+    address = urlsplit(url)
+    try:
+        socket.create_connection((address.hostname, address.port), 10).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Paths and bodies of what engines are asked; those that do not listen cannot be."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def request(self: EngineAdmin, path: str, body: dict[str, Any]) -> str:
+        if not listens(self.url):
+            raise WeightUpdateError(f"{self.url}{path} cannot be reached")
+        asked.append((path, body))
+        return "{}"
+
+    monkeypatch.setattr(EngineAdmin, "_request", request)
+    return asked
+
+
+TURNS = {"rollout_num_gpus": 2, "colocate": True, "offload_train": True, "offload_rollout": True}
+
+
+@pytest.mark.usefixtures("quick", "requests")
+def test_an_engine_that_dies_while_trainers_have_the_devices_is_left_out_of_the_update():
+    parts = Parts(2)
+    with kept(parts) as upkeep:
+        made = Cluster(Config(device="cpu", **TURNS))
+        trainers = Trainers([], 5)
+        made.trainers, made.engines = trainers, RealEngines(made._config)
+        made.engines._upkeep = upkeep
+        made.begin_training()
+        parts.engines[1].dead = "was ended by SIGKILL"
+        parts.engines[1].close()
+        made.begin_update()
+        assert made.update_weights() == 5 and trainers.calls[-1] == ("update", {0: parts.engines[0].url}, True)
+        made.begin_generation()
+        assert (upkeep.faults, upkeep.restarts) == (1, 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_engine_that_is_started_in_an_update_gives_back_nothing_where_nothing_is_away(requests):
+    """Without tags SGLang gives back all that it has."""
+    config = Config(device="cpu", **{**TURNS, "rollout_num_gpus": 1}, max_staleness=1, offload_rollout_cache=False)
+    parts = Parts(1)
+    with kept(parts) as upkeep:
+        engines = RealEngines(config)
+        engines._upkeep = upkeep
+        engines.hold(settle=True)
+        engines.release("weights", "kv_cache")
+        engines.resume_memory("weights")
+        requests.clear()
+        parts.engines[0].dead = "was ended by SIGKILL"
+        parts.engines[0].close()
+        assert engines.drop_dead(asleep=True)
+        assert "/pause_generation" in [path for path, _ in requests]
+        assert "/release_memory_occupation" not in [path for path, _ in requests]
+
+
 def test_an_update_that_fails_although_all_engines_live_ends_the_run():
     made, calls = cluster([WeightUpdateError("refused")])
     with pytest.raises(WeightUpdateError, match="refused"):
@@ -107,7 +175,8 @@ def test_a_replacement_gets_the_weights_of_the_last_update_and_must_hold_them():
     with pytest.raises(WeightUpdateError, match="update 4 engine 1 holds other values than the trainer in 1 of 1"):
         made._give_weights({1: "http://b"})
     assert not made._give_weights({1: "http://b"})  # trained on already
-    assert not made._give_weights({1: "http://b"})  # the loop sees it too
+    with pytest.raises(TrainerDied):  # told where nobody serves, see test_engine_upkeep.py
+        made._give_weights({1: "http://b"})
 
 
 @pytest.mark.parametrize("flags", [{"--quantization": ["fp8"]}, {"--enable-eplb": []}])

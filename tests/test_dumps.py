@@ -100,7 +100,14 @@ def test_old_dumps_are_deleted_in_both_forms(tmp_path: Path):
         for kind in ("rollout", "trained", "trained_on"):
             with written_whole(dump_path(tmp_path, kind, number, compressed=number % 2 == 1)) as file:
                 file.write("{}\n")
-    prune_dumps(tmp_path, 2)
+    prune_dumps(tmp_path, 2, 3)
     assert names(tmp_path) == [
         f"{kind}_00000{number}" for kind in ("rollout", "trained") for number in ("2.jsonl", "3.jsonl.gz")
     ] + ["trained_on_000002.jsonl", "trained_on_000003.jsonl.gz"]
+
+
+def test_what_an_attempt_left_that_went_further_takes_no_place_of_the_newest(tmp_path: Path):
+    for number in (1, 2, 7, 8):  # the run went back to 2
+        dump_path(tmp_path, "rollout", number, compressed=False).write_text("")
+    prune_dumps(tmp_path, 1, 2)
+    assert names(tmp_path) == [f"rollout_00000{number}.jsonl" for number in (2, 7, 8)]

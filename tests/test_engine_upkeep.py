@@ -15,7 +15,7 @@ import pytest
 from slime_retool.engine import upkeep as module
 from slime_retool.engine.process import ServerError
 from slime_retool.engine.upkeep import Upkeep
-from slime_retool.errors import WeightUpdateError
+from slime_retool.errors import TrainerDied, WeightUpdateError
 
 
 class WebServer:
@@ -417,6 +417,44 @@ def test_an_engine_that_answers_nothing_while_it_is_given_weights_is_ended(caplo
         parts.events.clear()
         time.sleep(0.1)
         assert parts.events == []
+
+
+def test_trainers_that_died_are_told_where_nobody_else_serves(caplog):
+    """Whoever waits for an engine asks no trainer, and would wait for ever."""
+    parts = Parts()
+
+    def died(engines: Mapping[int, str]) -> bool:
+        raise TrainerDied("a trainer was ended by SIGKILL")
+
+    parts.weights = died
+    with kept(parts) as upkeep:
+        parts.engines[1].dead = "ended with status 1"
+        upkeep.look()
+        until(lambda: parts.events[-1] == "weights for [1]")
+        upkeep.look()  # the other one serves
+        parts.engines[0].dead = "ended with status 1"
+        with pytest.raises(TrainerDied, match="SIGKILL"):
+            until(lambda: upkeep.look() is not None)
+        upkeep.hold()
+        parts.weights = lambda engines: True
+        upkeep.let_go()
+        upkeep.look()
+        assert upkeep.num_serving > 0
+
+
+def test_a_router_that_takes_no_replacement_in_is_replaced():
+    parts = Parts()
+    with kept(parts) as upkeep:
+        first = parts.router
+
+        def add(url: str) -> None:
+            raise ServerError("the router does not answer POST /workers: timed out")
+
+        first.add = add
+        parts.engines[1].dead = "ended with status 1"
+        upkeep.look()
+        until(lambda: upkeep.num_serving == 2)
+        assert len(parts.routers) == 2 and not first.alive and sorted(parts.serving) == ["engine 0", "engine 1"]
 
 
 def test_a_hold_that_settles_waits_for_those_that_start():

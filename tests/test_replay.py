@@ -126,7 +126,7 @@ def test_old_batches_go_with_the_samples_of_their_rollout(tmp_path: Path):
     for rollout_id in range(3):
         dump_batch(str(tmp_path), rollout_id, RolloutBatch(random_samples()))
         (folder / f"rollout_{rollout_id:06d}.jsonl").write_text("")
-    prune_dumps(folder, 1)
+    prune_dumps(folder, 1, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["rollout_000002.jsonl", "trained_on_000002.jsonl"]
 
 

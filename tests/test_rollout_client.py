@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -369,6 +370,25 @@ async def test_while_no_engine_serves_requests_wait_and_then_go_to_the_new_route
         assert (await request).ids == [5, 6, 7]
         assert client.waiting == 0
     assert service.looks == 5
+
+
+async def test_a_request_that_waits_for_the_end_of_an_update_is_none_that_runs():
+    """Else the update would wait for it, and it for the update."""
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def held(service: Service) -> None:
+        looks.set()
+        goes_on.wait(60)
+
+    async with kept([lost], held) as (client, service):
+        service.faults = 1
+        asked = asyncio.create_task(client.generate([1, 2], {}))
+        await asyncio.to_thread(looks.wait, 60)
+        waiting = client.waiting
+        service.faults = 2
+        goes_on.set()
+        assert (await asked).ids == [5, 6, 7]
+        assert (waiting, client.waiting) == (1, 0)
 
 
 async def test_a_request_that_begins_while_no_engine_serves_waits_as_others_do(monkeypatch):

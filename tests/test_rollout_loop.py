@@ -88,6 +88,15 @@ async def test_time_with_several_rewards_at_once_counts_once():
     assert busy.seconds == 4.0
 
 
+async def test_time_counts_while_a_reward_still_runs():
+    busy, clock = BusyTime(), iter([10.0, 12.0, 13.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime_retool.rollout.hooks.time.monotonic", lambda: next(clock))
+        with busy:
+            assert busy.seconds == 2.0
+    assert busy.seconds == 3.0
+
+
 async def test_an_outage_loses_its_sample_and_the_group_goes_on_without_it(tmp_path):
     config = make_config(tmp_path, custom_rm_path="rollout_hooks.outage_for_odd")
     batch = await rollout(scripted_context(config, echo), Prompts(["a", "b"], 4))

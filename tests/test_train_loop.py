@@ -52,6 +52,7 @@ class Parts:
             save=lambda rollout_id, extra, background: self.save(rollout_id, extra),
             finish_save=lambda wait: self.finish_save(wait),
             settle_save=self.nothing,
+            kill=self.nothing,
             connect_engines=self.nothing,
         )
 
@@ -655,3 +656,46 @@ def test_the_bar_says_which_phase_the_loop_is_in(tmp_path: Path, monkeypatch):
     loop(tmp_path, SavingParts(tmp_path / "new"), skip_eval_before_train=True, **values).run()
     phases = ["generate", "offload", "trainers", "save", "sync", "offload", "sync", "offload", "evaluation"]
     assert shown == phases
+
+
+@pytest.mark.parametrize("error", [RolloutError("too few groups"), TypeError("a mistake in a hook"), OSError("full")])
+def test_a_checkpoint_that_is_being_written_is_whole_before_an_error_ends_the_run(error: Exception, tmp_path: Path):
+    settled: list[bool] = []
+
+    class Writing(SavingParts):
+        def generate(self, rollout_id: int) -> RolloutBatch:
+            if rollout_id == 1:
+                raise error
+            return super().generate(rollout_id)
+
+        @property
+        def trainers(self) -> SimpleNamespace:
+            trainers = super().trainers
+            trainers.settle_save = lambda: settled.append(True)
+            return trainers
+
+        def finish_save(self, wait: bool) -> float | None:
+            return 1.0 if wait else None
+
+    with pytest.raises(type(error)):
+        loop(tmp_path, Writing(tmp_path / "new"), num_rollout=3, save_interval=1, save_hf=None).run()
+    assert settled == [True]
+
+
+@pytest.mark.parametrize(("there", "evaluated"), [(False, [1]), (True, [])], ids=["cut short", "there"])
+def test_a_run_that_ended_within_its_last_evaluation_makes_it_on_resume(there: bool, evaluated: list, tmp_path: Path):
+    made: list[int] = []
+
+    class Evaluated(SavingParts):
+        def evaluate(self, rollout_id: int) -> dict[str, float]:
+            made.append(rollout_id)
+            return {"eval/set/accuracy": 1.0}
+
+    parts = Evaluated(tmp_path / "new")
+    parts.first = 2
+    if there:
+        rows = [{"step": 1, "eval/set/accuracy": 0.5}, {"step": 1, "perf/save_seconds": 1}]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"eval_interval": 1, "eval_prompt_data": ["set", "s.jsonl"], "rollout_num_gpus": 1}
+    loop(tmp_path, parts, num_rollout=2, save_hf=None, **values).run()
+    assert made == evaluated

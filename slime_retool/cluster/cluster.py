@@ -20,7 +20,7 @@ from slime_retool.cluster.remote import quietly
 from slime_retool.cluster.trainers import Trainers
 from slime_retool.config import Config
 from slime_retool.config.engines import EXPERT_PLACEMENT
-from slime_retool.errors import TrainerDied, WeightUpdateError
+from slime_retool.errors import WeightUpdateError
 from slime_retool.metrics import Laps
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ class Cluster:
         """Trainers keep only their weights, engines take room for theirs."""
         self.engines.hold()
         self.trainers.offload(keep_weights=True)
+        if self._config.offloads_rollout:  # nobody looked while trainers had the devices
+            self.engines.drop_dead(asleep=True, stuck=False)
         self.engines.resume_memory("weights")
 
     def update_weights(self) -> int:
@@ -172,19 +174,16 @@ class Cluster:
         takes_turns = config.offloads_train or config.offloads_rollout
         if takes_turns and self.engines.others_run(engines):
             return False  # they have the devices, until the next update
-        try:
-            if takes_turns:
-                self.engines.release("weights", "kv_cache")
-                self.trainers.reload()
-                self.trainers.offload(keep_weights=True)
-                self.engines.resume_memory("weights")
-            expected = self.trainers.give_weights(engines, asleep=config.offloads_rollout)
-            if takes_turns:
-                self.trainers.offload()
-                self.engines.resume_memory("kv_cache")
-                self.engines.resume()
-        except TrainerDied:  # the loop sees it too
-            return False
+        if takes_turns:
+            self.engines.release("weights", "kv_cache")
+            self.trainers.reload()
+            self.trainers.offload(keep_weights=True)
+            self.engines.resume_memory("weights")
+        expected = self.trainers.give_weights(engines, asleep=config.offloads_rollout)
+        if takes_turns:
+            self.trainers.offload()
+            self.engines.resume_memory("kv_cache")
+            self.engines.resume()
         if expected is None:
             return False
         # In other formats than the trainer's, and of experts at places of their own, an engine cannot tell.

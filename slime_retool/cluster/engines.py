@@ -221,18 +221,22 @@ class Engines:
         if self._upkeep is not None:
             self._upkeep.let_go()
 
-    def drop_dead(self, *, asleep: bool) -> bool:
-        """Whether engines have died since `hold`; they are left out from now on. `asleep`: all are to be paused."""
+    def drop_dead(self, *, asleep: bool, stuck: bool = True) -> bool:
+        """Whether engines have died since `hold`; they are left out from now on. `asleep`: all are to be paused.
+
+        `stuck`: those that answer nothing are left out too, where none has died.
+        """
         if self._upkeep is None:
             return False
         before = self._upkeep.engines()
-        dropped = self._upkeep.drop_dead()
+        dropped = self._upkeep.drop_dead(stuck=stuck)
         for number, url in self._upkeep.engines().items() if asleep else ():
             if before.get(number) != url:
                 engine = self._admin(url)
                 engine.pause()
                 engine.settle()
-                engine.release_memory(sorted(self._released))
+                if self._released:  # SGLang takes no tag for all tags
+                    engine.release_memory(sorted(self._released))
         return dropped
 
     def ends_stuck(self) -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar
 
 from slime_retool.engine.process import ServerError, answers, direct
 from slime_retool.engine.router import RouterProcess
-from slime_retool.errors import SlimeRetoolError, WeightUpdateError
+from slime_retool.errors import SlimeRetoolError, TrainerDied, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -149,7 +149,8 @@ class Upkeep:
         Args:
             make_router: starts one in front of these URLs.
             give_weights: put the current weights into these engines ({number: URL}). False where that cannot be now;
-                WeightUpdateError where an engine does not take them.
+                WeightUpdateError where an engine does not take them. TrainerDied is raised where somebody looks and no
+                other engine serves: whoever waits for one does not ask the trainers.
             max_restarts: of all engines together, and of the router.
             hang_seconds: without any token, while asked for some, before an engine counts as hung.
         """
@@ -160,6 +161,8 @@ class Upkeep:
         self._held = self._closed = False
         self._holds = self._faults = self._restarts = self._router_restarts = 0
         self._failure: ServerError | None = None
+        self._trainer_died: TrainerDied | None = None
+        """Why engines that have started got no weights."""
         self._router, self._router_watch = make_router(list(urls)), _Watch()
         self._thread = threading.Thread(target=self._watch, name="engine-upkeep", daemon=True)
         self._thread.start()
@@ -197,6 +200,7 @@ class Upkeep:
             self._changed.wait_for(lambda: not self._held or self._closed)
             self._look(closely=True)
             self._raise()
+            self._raise_for_trainers()
 
     # The owner's
 
@@ -217,6 +221,7 @@ class Upkeep:
             if not self._held:
                 self._look(closely=True)
             self._raise()
+            self._raise_for_trainers()
 
     def hold(self, *, settle: bool = False) -> None:
         """Leave the engines to the owner, of which one at least has started. `settle`: none is still starting.
@@ -231,7 +236,7 @@ class Upkeep:
                 starting.exception()
                 self._look()
             self._raise()
-            self._held = True
+            self._held, self._trainer_died = True, None
             self._holds += 1
 
     def let_go(self) -> None:
@@ -245,8 +250,9 @@ class Upkeep:
             self._changed.notify_all()
             self._raise()
 
-    def drop_dead(self) -> bool:
-        """Inside of a hold: let engines that died leave. True when there were some.
+    def drop_dead(self, *, stuck: bool = True) -> bool:
+        """Inside of a hold: let engines that died leave; where none has, also those that are `stuck`. True when there
+        were some.
 
         Where no other is left the first of them is started again, and awaited. Raises as `look`.
         """
@@ -254,7 +260,7 @@ class Upkeep:
             assert self._held
             before = self._faults
             self._guarded(partial(self._check_all, closely=True))
-            if self._faults == before:
+            if stuck and self._faults == before:
                 self._guarded(self._drop_stuck)
             if self._faults > before and not self.engines():
                 self._guarded(self._start_one)
@@ -305,6 +311,11 @@ class Upkeep:
     def _raise(self) -> None:
         if self._failure is not None and not self._closed:
             raise ServerError(str(self._failure)) from self._failure
+
+    def _raise_for_trainers(self) -> None:
+        error, self._trainer_died = self._trainer_died, None
+        if error is not None and not self.serving and not self._closed:
+            raise error
 
     def _look(self, *, closely: bool = False) -> None:
         self._guarded(partial(self._check_all, closely=closely))
@@ -441,6 +452,9 @@ class Upkeep:
             return
         try:
             given = self._give_weights({number: member.url for number, member in up.items()})
+        except TrainerDied as error:
+            self._trainer_died = error
+            return
         except WeightUpdateError as error:
             for member in up.values():
                 self._leave(member, f"did not take the current weights ({error})")
@@ -458,9 +472,13 @@ class Upkeep:
             self._replace_router()
 
     def _take_in(self, member: _Member) -> None:
-        if self._router.alive:
-            self._router.add(member.url)
-        else:
+        try:
+            if self._router.alive:
+                self._router.add(member.url)
+        except ServerError as error:
+            logger.warning("%s", error)
+            self._router.stop()
+        if not self._router.alive:
             self._replace_router(member)
         member.state = State.SERVING
         logger.info("%s serves again, with the current weights", member.host.name)

@@ -76,7 +76,11 @@ class RouterClient(JsonClient):
     async def _fault_since(self, faults: int) -> bool:
         if self._service is None:
             return False
-        await self._look()
+        self.waiting += 1  # a look waits for the end of an update, which waits for the requests that run
+        try:
+            await self._look()
+        finally:
+            self.waiting -= 1
         await self._until_serving()
         moved = self._service.faults != faults
         self._stats.moved += moved

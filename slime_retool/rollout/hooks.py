@@ -16,7 +16,7 @@ from typing import Any
 from slime_retool.config import Config
 from slime_retool.data.rows import RowCheck
 from slime_retool.engine.process import ServerError
-from slime_retool.errors import ConfigError, RolloutError, UserError
+from slime_retool.errors import ConfigError, RolloutError, TrainerDied, UserError
 from slime_retool.protocols import GenerateFn, load_function, load_module
 from slime_retool.reward.runner import RewardRunner
 from slime_retool.rollout.context import current_attempts
@@ -37,9 +37,14 @@ class BusyTime:
     """Seconds in which at least one task was inside `with busy_time:`."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._before = 0.0
         self._inside = 0
         self._since = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return self._before + (time.monotonic() - self._since if self._inside else 0.0)
 
     def __enter__(self) -> None:
         if not self._inside:
@@ -49,7 +54,7 @@ class BusyTime:
     def __exit__(self, *exc: object) -> None:
         self._inside -= 1
         if not self._inside:
-            self.seconds += time.monotonic() - self._since
+            self._before += time.monotonic() - self._since
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ async def run_sample(
         sample.status = SampleStatus.FAILED
         sample.error = f"{error.boundary}: {error}"
         hooks.failures.add(error.boundary, f"sample {sample.index} failed at the {sample.error}", error.__cause__)
-    except (UserError, ServerError):  # says in one line what is wrong, and is no mistake in a hook
+    except (UserError, ServerError, TrainerDied):  # says in one line what is wrong, and is no mistake in a hook
         raise
     except Exception:
         logger.error("%s raised at sample %d; this ends the rollout", where, sample.index)

@@ -104,7 +104,7 @@ async def make_batch(
         rows = ((sample, {"rollout_id": rollout_id, "token_texts": texts(sample.tokens)}) for sample in samples)
         await asyncio.to_thread(dump_samples, path, rows)
         if config.dump_rollouts_keep is not None:
-            prune_dumps(folder, config.dump_rollouts_keep)
+            prune_dumps(folder, config.dump_rollouts_keep, rollout_id)
     return RolloutBatch(trained, {f"rollout/{name}": value for name, value in metrics.items()}, shown)
 
 

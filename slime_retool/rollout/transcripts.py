@@ -29,11 +29,14 @@ def dump_samples(path: Path, rows: Iterable[tuple[Sample, dict[str, Any]]]) -> N
         file.writelines(_line(sample, further) for sample, further in rows)
 
 
-def prune_dumps(folder: Path, keep: int) -> None:
-    """Delete what was dumped of all but the newest `keep` rollouts."""
-    kept = {number_of(path) for path in dumps_in(folder, "rollout_*")[-keep:]}
+def prune_dumps(folder: Path, keep: int, newest: int) -> None:
+    """Delete what was dumped before the last `keep` rollouts until `newest`.
+
+    What an attempt left that went further, before the run went back, stays until it is written again.
+    """
+    numbers = sorted({int(number_of(path)) for path in dumps_in(folder, "rollout_*")} & {*range(newest + 1)})
     for path in dumps_in(folder):
-        if number_of(path) not in kept:
+        if int(number_of(path)) < numbers[-keep:][0]:
             path.unlink()
 
 
