@@ -355,7 +355,7 @@ class Loop:
             if not config.debug_rollout_only:
                 cluster.trainers.connect_engines(urls, first)
                 cluster.begin_training()
-                self._hand_over(Phases())
+                self._hand_over(Phases(), draws=first < self._num_rollout)
             self._laps("router_and_weights")
         return first
 
@@ -393,7 +393,8 @@ class Loop:
                     self._metrics.log(rollout_id, timing)
                     return metrics | timing | phases.metrics(metrics)
             if config.num_engines:
-                timing["rollout/weight_version"] = float(self._hand_over(phases))
+                is_last = rollout_id + 1 == self._num_rollout
+                timing["rollout/weight_version"] = float(self._hand_over(phases, draws=not is_last))
         timing |= phases.metrics(metrics)
         if not config.max_staleness:  # else generation has no phase of its own
             timing |= generation_speed(metrics | timing, config.num_engines * config.rollout_num_gpus_per_engine)
@@ -418,8 +419,11 @@ class Loop:
         self._saves.look(wait=True)
         logger.info("saved after rollout %d in %s", rollout_id, self._config.save)
 
-    def _hand_over(self, phases: Phases) -> int:
-        """The trainer's weights into the engines, and the devices with them. Returns the weight version."""
+    def _hand_over(self, phases: Phases, *, draws: bool = True) -> int:
+        """The trainer's weights into the engines, and the devices with them. Returns the weight version.
+
+        `draws`: with --max-staleness, generation of a rollout that is to come begins at once.
+        """
         cluster = self._cluster
         cluster.engines.check()
         with phases("sync"):
@@ -431,7 +435,7 @@ class Loop:
         with phases("offload"):
             cluster.begin_generation()
         if self._config.max_staleness:
-            self._rollout.go_on(version)
+            self._rollout.go_on(version, draws=draws)
         return version
 
     def _interrupt(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_data_rendering import TEMPLATE as CHATML
 from test_data_rendering import assistant, byte_tokenizer, tool, user
 
 from slime_retool import cli
-from slime_retool.cluster import cluster
+from slime_retool.cluster import cluster, connection
 from slime_retool.commands.data_check import check_file
 from slime_retool.config import Config
 from slime_retool.data.readers import read_rows, write_rows
@@ -145,9 +146,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(config: Config) -> None:
-        raise AssertionError("Ray would have started")
+    def started(config: Config, ray_start: object) -> None:
+        raise AssertionError("trainers and engines would have started")
 
+    monkeypatch.setattr(connection, "RayStart", lambda config: nullcontext())
     monkeypatch.setattr(cluster, "Cluster", started)
     monkeypatch.syspath_prepend(str(RECIPE))
 

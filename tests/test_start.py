@@ -15,7 +15,7 @@ from run_utils import make_checkpoint
 from sglang_utils import engine_config, processes_with
 
 from slime_retool import train
-from slime_retool.cluster import cluster
+from slime_retool.cluster import cluster, connection
 from slime_retool.commands import eval as evaluation
 from slime_retool.config import Config
 from slime_retool.engine import flag_check
@@ -98,7 +98,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setenv(*start.mark.split("="))
     monkeypatch.setattr(flag_check, "PARSE", ANSWER)
     monkeypatch.setattr(flag_check, "PARSE_TIMEOUT", 30.0)
-    monkeypatch.setattr(cluster, "Cluster", lambda config: Part("Ray", start))
+    monkeypatch.setattr(connection, "RayStart", lambda config: nullcontext())
+    monkeypatch.setattr(cluster, "Cluster", lambda config, ray_start: Part("Ray", start))
     for module in (manager, evaluation):
         monkeypatch.setattr(module, "RolloutManager", lambda config: Part("rollout", start, config))
     monkeypatch.setattr(train, "Loop", lambda *_: Part("loop", start))
@@ -135,7 +136,7 @@ def test_everything_starts_while_sglang_is_asked_and_the_loop_waits_for_the_answ
 
 
 @MAINS
-def test_data_that_cannot_be_used_end_the_run_in_one_line_before_ray_starts(main, start: Start, monkeypatch, capsys):
+def test_data_that_cannot_be_used_end_the_run_before_the_rest_starts(main, start: Start, monkeypatch, capsys):
     def refuse(config: Config) -> Part:
         raise DataError("p.jsonl, row 3: no label")
 

@@ -584,6 +584,26 @@ def test_a_manager_saves_and_resumes_what_is_open(tmp_path, monkeypatch):
     assert len(rows) == 8 * 6 and max(rows) < "0060"  # no row twice; two batches are open at most
 
 
+async def test_a_run_that_waits_less_than_the_one_that_saved_draws_what_is_too_old_again(tmp_path):
+    """With --max-staleness 3 groups stay open that are older than 1 allows."""
+    for seed in range(8):
+        model = Model(length_by(seed, 60))
+        async with streaming(make_config(tmp_path, max_staleness=3), model) as (stream, turns, data):
+            for step in range(5):
+                await stream.next_batch(step)
+                await update(stream, turns, model, model.version + 1)
+            turns.hold()
+            model.abort()
+            while not await turns.places.empty(1):
+                pass
+            state = json.loads(json.dumps(stream.state_dict()))
+        model = Model(length_by(seed, 60), version=model.version)
+        async with streaming(make_config(tmp_path, max_staleness=1), model, data, state) as (stream, turns, data):
+            for step in range(3):
+                assert (await stream.next_batch(step)).metrics["rollout/staleness_max"] <= 1
+                await update(stream, turns, model, model.version + 1)
+
+
 def test_a_run_that_waits_draws_the_prompts_that_were_open_again(tmp_path, monkeypatch):
     with rl_manager(tmp_path, monkeypatch) as first:
         first.connect("1")

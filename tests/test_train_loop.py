@@ -166,8 +166,8 @@ class Told(Parts):
     def drained(self, seconds: float) -> bool:
         return self.running == 0
 
-    def go_on(self, version: int) -> None:
-        self.events.append(f"go on {version}")
+    def go_on(self, version: int, *, draws: bool) -> None:
+        self.events.append(f"go on {version}{'' if draws else ', draws nothing'}")
 
 
 @pytest.mark.parametrize("turns", [True, False], ids=["in turns", "side by side"])
@@ -177,11 +177,12 @@ def test_requests_are_interrupted_before_an_update_or_before_engines_leave(turns
     loop(tmp_path, parts, offload_rollout=turns, offload_train=turns, **values).run()
     update = ["begin_update", "update_weights", "begin_generation", "go on 1"]
     first = ["begin_training", "hold", *update, "generate"]  # the first weights: nothing runs yet
+    last = [*update[:-1], "go on 1, draws nothing"]
     ended = ["hold", "abort", "abort"]
     if turns:
-        assert parts.events == [*first, *ended, "begin_training", "train", "hold", *update]
+        assert parts.events == [*first, *ended, "begin_training", "train", "hold", *last]
     else:
-        assert parts.events == [*first, "begin_training", "train", *ended, *update]
+        assert parts.events == [*first, "begin_training", "train", *ended, *last]
 
 
 def test_an_evaluation_goes_on_beside_the_next_generation_and_ends_before_the_next_update(tmp_path: Path):

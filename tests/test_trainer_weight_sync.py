@@ -25,6 +25,7 @@ from slime_retool.config import Config
 from slime_retool.engine.bucket_loader import BUCKET_LOADER, load_bucket
 from slime_retool.engine.server import EngineProcess
 from slime_retool.trainer.weight_sync import broadcast, disk
+from slime_retool.trainer.weight_sync import sync as sync_module
 from slime_retool.trainer.weight_sync.buckets import Bucket, buckets
 from slime_retool.trainer.weight_sync.disk import DiskTransport
 from slime_retool.trainer.weight_sync.ipc import export, payload
@@ -328,3 +329,25 @@ def test_a_dead_engine_is_an_error_on_every_rank(results: list[dict[str, Any]]) 
     for result in results:
         assert set(result["refused"]) == {"broadcast", "ipc"}
         assert all("http://127.0.0.1:9" in text and "failed" in text for text in result["refused"].values())
+
+
+@pytest.mark.parametrize(("keeps", "asleep"), [(False, False), (True, False), (True, True)])
+def test_the_first_update_empties_a_cache_that_is_kept_over_updates(keeps: bool, asleep: bool, monkeypatch) -> None:
+    """Another run on the same engines, or the trainers before, counted the same versions of other weights."""
+    asked: list[str] = []
+    engine = SimpleNamespace(
+        pause=lambda: asked.append("pause"), flush_cache=lambda: asked.append("flush"),
+        set_weight_version=lambda version: asked.append(f"version {version}"), resume=lambda: asked.append("resume"),
+    )  # fmt: skip
+    sync: Any = sync_module.WeightSync.__new__(sync_module.WeightSync)
+    config = SimpleNamespace(keeps_cache=keeps, moe_router_enable_expert_bias=False)
+    sync._trainer = SimpleNamespace(rank=0, config=config)
+    sync._peers = SimpleNamespace(engines=[engine])
+    sync._transport = SimpleNamespace(send=lambda: asked.append("send"), reset=lambda: None)
+    sync.weight_version, sync._begun = 4, False
+    monkeypatch.setattr(sync_module, "together", lambda step: step())
+    sync.update(asleep=asleep)
+    sync.update(asleep=asleep)
+    begin, end = ([], []) if asleep else (["pause"], ["resume"])
+    again = [] if keeps else ["flush"]
+    assert asked == [*begin, "flush", "send", "version 5", *end, *begin, *again, "send", "version 6", *end]

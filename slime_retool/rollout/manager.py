@@ -162,10 +162,10 @@ class RolloutManager:
         """
         return self._turns is None or self._call(self._drained(self._turns.places, seconds))
 
-    def go_on(self, version: int) -> None:
-        """The engines hold weights `version`: generation goes on."""
+    def go_on(self, version: int, *, draws: bool = True) -> None:
+        """The engines hold weights `version`: generation goes on, with new groups too if it `draws`."""
         if self._turns is not None:
-            self._call(self._work(partial(self._go_on, version)))
+            self._call(self._work(partial(self._go_on, version, draws)))
 
     def stop_generating(self) -> None:
         """End what goes on across updates, while the engines still answer."""
@@ -281,12 +281,12 @@ class RolloutManager:
         assert self._client is not None
         return await places.empty(seconds) or places.running == self._client.waiting
 
-    async def _go_on(self, version: int) -> None:
+    async def _go_on(self, version: int, draws: bool) -> None:
         stream = self._open_stream()
         if self._restored is not None:
             stream.load_state_dict(self._restored, version)
             self._restored = None
-        stream.go_on(version)
+        stream.go_on(version, draws=draws)
 
     async def _state_of_stream(self, stream: Stream) -> dict[str, Any]:
         return self.data.state_dict() | {"stream": stream.state_dict()}

@@ -126,10 +126,10 @@ class Stream:
                 bar.update(min(len(self._kept), self._target) - bar.n)
         return await self._hand_over(rollout_id)
 
-    def go_on(self, version: int) -> None:
-        """The engine holds weights `version`: go on with what was interrupted, and draw new groups."""
+    def go_on(self, version: int, *, draws: bool = True) -> None:
+        """The engine holds weights `version`: go on with what was interrupted, and draw new groups, if so."""
         self.version = version
-        self._draws = True
+        self._draws = draws
         self._engine.let_go(version)
         self._fill()
 
@@ -295,7 +295,10 @@ class Stream:
         return {"version": version, "groups": [self._group_state(group) for group in groups]}
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> None:
-        """Go on with the groups of a checkpoint. `version`: its weights', as this run counts; `go_on` comes next."""
+        """Go on with the groups of a checkpoint. `version`: its weights', as this run counts; `go_on` comes next.
+
+        Those that are too old for this run's --max-staleness, which may be smaller, are drawn again.
+        """
         self.version = version
         shift = version - state["version"]
         for group_state in state["groups"]:
@@ -310,7 +313,12 @@ class Stream:
                     _set_sample(sample, sample_state["sample"], shift)
                     ended.add(place)
                 samples.append(sample)
-            self._start(OpenGroup(samples, ended))
+            group = OpenGroup(samples, ended)
+            if self._oldest(group) + self._config.max_staleness < version:
+                self._forget(group)
+                self._data.return_groups([samples])
+            else:
+                self._start(group)
 
     def _group_state(self, group: OpenGroup) -> dict[str, Any]:
         samples = []

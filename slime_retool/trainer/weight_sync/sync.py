@@ -64,6 +64,9 @@ class WeightSync:
         if config.serves_adapters:
             self._transport = AdapterTransport(self._peers, self._transport, colocated=transport == "ipc")
         self._urls: dict[int, str] | None = None
+        self._begun = False
+        """Whether an update was sent. Before the first, engines may hold what another run, or trainers before these,
+        had read under the same version numbers."""
         self.set_engines(engine_urls)
 
     def set_engines(self, engine_urls: Sequence[str] | Mapping[int, str]) -> None:
@@ -101,9 +104,10 @@ class WeightSync:
                 raise WeightUpdateError("there is no engine to send weights to")
             if not asleep:
                 every_engine(engines, lambda engine: engine.pause())
-                if not self._trainer.config.keeps_cache:
-                    # Nothing runs until `resume`, so nothing of the old weights can be cached after this.
-                    every_engine(engines, lambda engine: engine.flush_cache())
+            keeps = self._trainer.config.keeps_cache
+            if not self._begun if keeps else not asleep:
+                # Nothing runs until `resume`, so nothing of the old weights can be cached after this.
+                every_engine(engines, lambda engine: engine.flush_cache())
 
         def finish() -> None:
             if self._trainer.config.moe_router_enable_expert_bias:
@@ -119,6 +123,7 @@ class WeightSync:
             except WeightUpdateError as error:
                 self._transport.reset()
                 raise WeightUpdateError(f"weight update {version} failed: {error}") from None
+        self._begun = True
 
     def weight_checksums(self) -> dict[str, str]:
         """{HF name: checksum} of the trainer's weights on global rank 0, {} elsewhere. Collective.
