@@ -18,8 +18,9 @@ share of vowels among a response's letters, which differs inside every group and
 figure `train/logprob_abs_diff` is read at each step: the mean over all learned tokens of |log-prob of the forward
 pass before the step - log-prob that the engine returned while sampling|.
 
-Every step's figures are printed as it ends. RL that is not done after `--timeout` seconds is ended, and what its steps
-gave is reported but not written as a result. `--reuse` starts RL from what an earlier call left in `--work`.
+Every step's figures are printed as it ends. RL that is not done `--timeout` seconds after its first step is ended,
+and what its steps gave is reported but not written as a result. `--reuse` starts RL from what an earlier call left in
+`--work`.
 
 SGLang's output layer rounds its logits to bf16 before the softmax (in fp32), the trainer's does not; with its
 --enable-fp32-lm-head the engine's product is made in fp32 as well.
@@ -175,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_logprob_diff"), help="scratch folder")
     parser.add_argument("--weights", type=Path, help="folder of the random checkpoint, kept for later runs (--work)")
     parser.add_argument("--suffix", default="", help="of the result's name, logprob_diff_4b: another variant's")
-    parser.add_argument("--timeout", type=float, default=400.0, help="seconds each of the two runs may take")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds of each run after its first step")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train for RL")
     return parser

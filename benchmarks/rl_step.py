@@ -50,9 +50,9 @@ def run_training(
     """Run `python -m slime_retool.train` with hooks of benchmarks and examples/retool; the figures of every step.
 
     Prints the figures `shown` of each step as it ends, so that a run which is cut short still tells something.
-    Raises CalledProcessError when it fails, TimeoutExpired when its start and first step take longer than START_SECONDS
-    or what follows longer than `timeout` seconds; with `partial` the steps until then are returned instead, where there
-    are any.
+    Raises CalledProcessError when it fails, TimeoutExpired when what follows its first step takes longer than `timeout`
+    seconds, or that step does, START_SECONDS at least; with `partial` the steps until then are returned instead, where
+    there are any.
     """
     folders = [ROOT, ROOT / "examples" / "retool", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
@@ -60,7 +60,7 @@ def run_training(
     command = [sys.executable, "-m", "slime_retool.train", "--output-dir", output, "--no-progress", *flags]
     words = [str(part) for part in command]
     begin = time.monotonic()
-    end = begin + START_SECONDS
+    end = begin + max(START_SECONDS, timeout)
     rows: list[Row] = []
     process = subprocess.Popen(words, env=env)
     try:

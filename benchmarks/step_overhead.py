@@ -13,8 +13,9 @@ in which a call fails has no figure.
 step_overhead = 1 - (generate + log_probs + train + sync) / step, by the run's own phase timers (perf/*_seconds), in
 percent, median over the rollouts after the first. What is left is moving memory out of the way (offload) and waiting
 (idle); both are reported. Tool calls are part of the generation that they overlap with. Each step's timers are printed
-as it ends; a run that is not done after `--timeout` seconds is ended, and what its steps gave is reported but not
-written as a result. The sandbox's level is the strongest that this host allows, unless the flags name one.
+as it ends; a run that is not done `--timeout` seconds after its first step is ended, and what its steps gave is
+reported but not written as a result. The sandbox's level is the strongest that this host allows, unless the flags
+name one.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of one packed micro-batch")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench_step_overhead"), help="scratch folder")
     parser.add_argument("--weights", type=Path, help="folder of the random checkpoint, kept for later runs (--work)")
-    parser.add_argument("--timeout", type=float, default=500.0, help="seconds the training run may take")
+    parser.add_argument("--timeout", type=float, default=500.0, help="seconds of the run after its first step")
     parser.add_argument("--out-dir", type=Path, help="results folder (default on GPUs: benchmarks/results)")
     parser.add_argument("flags", nargs="*", help="after --: flags of slime_retool.train")
     return parser

@@ -61,8 +61,6 @@ def metric_name(args: argparse.Namespace) -> str:
 def means(rows: Sequence[Row], warmup: int) -> dict[str, float]:
     """Over the steps after the warm-up, of what every one of them has."""
     steady = rows[warmup:]
-    if not steady:
-        raise ValueError(f"{len(rows)} steps were done in time, and {warmup} are the warm-up; raise --timeout")
     return {name: fmean(row[name] for row in steady) for name in REPORTED if all(name in row for row in steady)}
 
 
@@ -70,6 +68,11 @@ def window(warmup: int, *runs: Sequence[Row]) -> int:
     """The step before which the means of both runs end: as many steps of each, and an even number, as with K = 1 a long
     step and a short one take turns."""
     counted = min(map(len, runs)) - warmup
+    if counted < 1:
+        raise ValueError(
+            f"{' and '.join(str(len(rows)) for rows in runs)} steps were done in time, and {warmup} are the warm-up; "
+            "raise --timeout"
+        )
     return warmup + counted - counted % 2 * (counted > 1)
 
 
@@ -123,7 +126,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     last = window(args.warmup, *runs.values())
     figures: dict[str, Any] = {}
     for staleness, rows in runs.items():
-        figures[f"staleness_{staleness}"] = {"rollouts": len(rows), **means(rows[:last], args.warmup)}
+        figures[f"staleness_{staleness}"] = {
+            "rollouts": len(rows), "averaged": last - args.warmup, **means(rows[:last], args.warmup)
+        }  # fmt: skip
         if accuracy := evaluated(rows[-1]):
             figures[f"staleness_{staleness}"]["evaluation"] = accuracy
         if args.rewards:

@@ -228,7 +228,7 @@ GROUPS = (
         "start/total_seconds": "from the start of the process to that of the first rollout",
         "start/flags_seconds": "Python's imports and the flags",
         "start/data_seconds": "tokenizer, data and hooks",
-        "start/ray_seconds": "Ray",
+        "start/ray_seconds": "Ray, which starts beside the data: what is left of it after them",
         "start/sglang_flags_seconds": "SGLang's answer whether it takes the `--sglang-*` flags",
         "start/engines_seconds": "engines: imports, weights, cache, CUDA graphs",
         "start/trainers_seconds": "trainers: imports, model, checkpoint",

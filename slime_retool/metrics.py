@@ -309,7 +309,7 @@ def is_evaluated(path: Path, step: int, sets: Iterable[str]) -> bool:
             evaluation = {rest for kind, _, rest in (name.partition("/") for name in row) if kind == "eval"}
             if evaluation:
                 found |= evaluation
-            elif any(name.startswith(("rollout/", "train/")) for name in row):  # it was run again
+            elif not {"rollout", "train"}.isdisjoint(name.partition("/")[0] for name in row):  # it was run again
                 found = set()
     return all(any(name.startswith(f"{each}/") for name in found) for each in sets)
 

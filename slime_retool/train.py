@@ -210,9 +210,9 @@ class Loop:
         config, end = self._config, self._num_rollout
         first = self._start()
         if first >= end > 0:
-            logger.info("the checkpoint is at rollout %d of %d: nothing left to do", first, end)
+            logger.info("the checkpoint is at rollout %d of %d: nothing left to train", first, end)
         # The last one may have been cut short.
-        is_due = first == end > 0 and evaluates_after(config, end - 1)
+        is_due = first > 0 and evaluates_after(config, first - 1)
         before = not config.skip_eval_before_train and (first < end or end == 0)
         if config.eval_interval is not None and (before or is_due):
             sets = [name for name, _ in config.eval_sets]
@@ -326,8 +326,9 @@ class Loop:
                 iteration = self._resumed if saved is None else saved
                 first, state = cluster.restart_trainers(self._num_rollout, iteration, saved=saved is not None)
                 self._rollout.load_state_dict(state.get("data", self._first_data))
+                self._evaluating = None  # of weights that are gone
                 if config.num_engines:
-                    self._hand_over(Phases())
+                    self._hand_over(Phases(), draws=first < self._num_rollout)
                 return first
             except TrainerDied as again:
                 error = again

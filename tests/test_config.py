@@ -557,6 +557,10 @@ def test_estimators_without_groups_take_one_response_and_a_critic_gets_its_folde
     assert [roles for roles, _ in checked(args | {"--advantage-estimator": "ppo"}).trainer_groups] == ["all"]
 
 
+def test_a_run_of_no_rollouts_needs_none_for_the_policy(run_args):
+    assert checked({**run_args, "--num-rollout": "0"}).num_rollout == 0
+
+
 def test_a_schedule_over_epochs_is_checked_once_their_length_is_known(run_args):
     args = {**run_args, "--num-epoch": "3", "--lr-decay-style": "cosine", "--lr-warmup-iters": "9"}
     del args["--num-rollout"]

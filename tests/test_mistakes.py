@@ -1,4 +1,4 @@
-"""Mistakes of many kinds: each ends in one line and its exit code, without a traceback, before trainers and engines"""
+"""Mistakes of many kinds: each ends in one line and its exit code, without a traceback and before trainers start."""
 
 from __future__ import annotations
 

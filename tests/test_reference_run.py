@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -486,23 +488,72 @@ class TestScript:
         done = self.run("rate", WORK=str(tmp_path), MODEL="0.5b", PARALLEL="5", DEVICE="cpu")
         assert done.returncode == 2 and "with PARALLEL=5 on 1 GPU(s) the first run shared its GPU" in done.stderr
 
-    def test_what_runs_ends_with_the_script_and_no_other_script_joins_in(self, tmp_path: Path) -> None:
-        """As `kill` of the script alone does, and a command that is given twice."""
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+    def test_what_runs_ends_with_the_script_and_no_other_script_joins_in(
+        self, number: signal.Signals, status: int, tmp_path: Path
+    ) -> None:
+        """As with `kill` of the script alone, or a terminal's Ctrl-C; and with a command that is given twice."""
         calls, work = tmp_path / "calls", str(tmp_path / "w")
-        stays = "trap 'echo ended >> \"$CALLS\"; exit 130' TERM\necho begun >> \"$CALLS\"\nwhile true; do sleep 0.05"
+        told = "for n in INT TERM; do trap \"echo $n >> '$CALLS'; ended=1\" $n; done\necho begun >> \"$CALLS\""
+        stays = "until [[ -n ${ended:-} ]]; do sleep 0.05; done\nsleep 0.5\nexit 130"
         variables = {
-            "PATH": "/usr/bin:/bin", "PYTHON": self.program(tmp_path / "python", f"{stays}\ndone"), "CALLS": str(calls),
-            "WORK": work, "MODEL": "0.5b", "RUNS": "grpo:1 grpo:2", "APART": "0", "DEVICE": "cpu",
+            "PATH": "/usr/bin:/bin", "PYTHON": self.program(tmp_path / "python", f"{told}\n{stays}"),
+            "CALLS": str(calls), "WORK": work, "MODEL": "0.5b", "RUNS": "grpo:1 grpo:2", "APART": "0", "DEVICE": "cpu",
         }  # fmt: skip
         calls.touch()
-        script = subprocess.Popen(["bash", str(EXAMPLE / "run.sh"), "rl"], env=variables, stdout=subprocess.DEVNULL)
-        while calls.read_text().count("begun") < 2:
-            assert script.poll() is None
-            time.sleep(0.02)
-        other = self.run("sft", WORK=work, MODEL="0.5b", DEVICE="cpu")
-        assert other.returncode == 2 and f"another run.sh, or what is left of one, works in WORK={work}" in other.stderr
-        read = self.run("table", WORK=work, MODEL="0.5b", PYTHON="true")  # which may be at any time
-        assert read.returncode == 0
-        script.terminate()
-        assert script.wait(60) == 143
-        assert calls.read_text().split() == ["begun", "begun", "ended", "ended"]
+        script = subprocess.Popen(
+            ["bash", str(EXAMPLE / "run.sh"), "rl"], env=variables, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while calls.read_text().count("begun") < 2:
+                assert script.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            other = self.run("sft", WORK=work, MODEL="0.5b", DEVICE="cpu")
+            assert other.returncode == 2
+            assert f"another run.sh, or what is left of one, works in WORK={work}" in other.stderr
+            read = self.run("table", WORK=work, MODEL="0.5b", PYTHON="true")  # which may be at any time
+            assert read.returncode == 0
+        finally:
+            if number == signal.SIGINT:
+                os.killpg(script.pid, number)
+            else:
+                script.terminate()
+            time.sleep(0.1)
+            script.terminate()  # once more is no more
+            ended = script.wait(60)
+        assert ended == status
+        assert calls.read_text().split() == ["begun", "begun", "TERM", "TERM"]
+
+    def test_a_server_of_others_that_shares_the_gpu_is_used_and_stays(self, tmp_path: Path) -> None:
+        calls, folder = tmp_path / "calls", tmp_path / "mps"
+        folder.mkdir()
+        self.program(tmp_path / "bin" / "nvidia-cuda-mps-control", 'echo server >> "$CALLS"')
+        python = self.program(tmp_path / "bin" / "python", 'echo "run ${CUDA_MPS_PIPE_DIRECTORY}" >> "$CALLS"')
+        done = self.run(
+            "rl", WORK=str(tmp_path / "w"), MODEL="0.5b", RUNS="grpo:1", DEVICE="cuda", APART="0", PARALLEL="2",
+            CUDA_MPS_PIPE_DIRECTORY=str(folder), CALLS=str(calls), PYTHON=python,
+            PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert calls.read_text() == f"run {folder}\n" and folder.is_dir()
+
+    @pytest.mark.parametrize(("seconds", "taken"), [("1", True), ("30", False)], ids=["time is over", "killed"])
+    def test_programs_that_are_there_are_taken_when_the_time_is_over_and_only_then(
+        self, seconds: str, taken: bool, tmp_path: Path
+    ) -> None:
+        left = "$WORK/programs/gsm8k/eval"
+        text = f'mkdir -p "{left}"; echo 1 > "{left}/gsm8k_-00001.jsonl"; sleep "$LASTS"; kill -KILL $$'
+        serves = 'while [[ "$1" != --url-file ]]; do shift; done; echo http://none > "$2"; sleep 100'
+        python = self.program(
+            tmp_path / "python",
+            f'case "$*" in *shared_server.py*) {serves} ;; *" eval "*) {text} ;; *) exit 0 ;; esac',
+        )
+        (tmp_path / "w" / "prepared" / "train").mkdir(parents=True)
+        (tmp_path / "w" / "prepared" / "train" / "gsm8k.jsonl").write_text("{}\n")
+        done = self.run(
+            "traces", WORK=str(tmp_path / "w"), MODEL="0.5b", DEVICE="cpu", PYTHON=python, SAMPLE_SECONDS=seconds,
+            LASTS="2" if taken else "0",
+        )  # fmt: skip
+        assert (done.returncode == 0) is taken, done.stdout + done.stderr
+        assert (tmp_path / "w" / "done" / "programs" / "gsm8k").exists() is taken

@@ -683,8 +683,9 @@ def test_a_checkpoint_that_is_being_written_is_whole_before_an_error_ends_the_ru
     assert settled == [True]
 
 
-@pytest.mark.parametrize(("there", "evaluated"), [(False, [1]), (True, [])], ids=["cut short", "there"])
-def test_a_run_that_ended_within_its_last_evaluation_makes_it_on_resume(there: bool, evaluated: list, tmp_path: Path):
+@pytest.mark.parametrize("first", [2, 4], ids=["in the middle", "the last"])
+@pytest.mark.parametrize("there", [False, True], ids=["cut short", "there"])
+def test_a_run_that_ended_within_an_evaluation_makes_it_on_resume(there: bool, first: int, tmp_path: Path):
     made: list[int] = []
 
     class Evaluated(SavingParts):
@@ -693,10 +694,10 @@ def test_a_run_that_ended_within_its_last_evaluation_makes_it_on_resume(there: b
             return {"eval/set/accuracy": 1.0}
 
     parts = Evaluated(tmp_path / "new")
-    parts.first = 2
+    parts.first = first
     if there:
-        rows = [{"step": 1, "eval/set/accuracy": 0.5}, {"step": 1, "perf/save_seconds": 1}]
+        rows = [{"step": first - 1, "eval/set/accuracy": 0.5}, {"step": first - 1, "perf/save_seconds": 1}]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {"eval_interval": 1, "eval_prompt_data": ["set", "s.jsonl"], "rollout_num_gpus": 1}
-    loop(tmp_path, parts, num_rollout=2, save_hf=None, **values).run()
-    assert made == evaluated
+    values = {"eval_interval": 2, "eval_prompt_data": ["set", "s.jsonl"], "skip_eval_before_train": True}
+    loop(tmp_path, parts, num_rollout=4, save_hf=None, rollout_num_gpus=1, **values).run()
+    assert made == [number for number in (1, 3) if number >= first - (not there)]

@@ -134,13 +134,17 @@ once() {
   say "${name}: done in $(awk -v b="${begin}" -v e="$(date +%s.%N)" 'BEGIN {printf "%.0f", e - b}') s"
 }
 
+# A terminal's Ctrl-C reaches this script alone, which then ends what it started, with one signal each.
+ASIDE=()
+if command -v setsid > /dev/null; then ASIDE=(setsid); fi
+
 # launch FOLDER COMMAND...: runs it, and keeps the command line in the folder.
 launch() {
   local folder="$1"
   shift
   mkdir -p "${folder}"
   printf '%q ' "$@" > "${folder}/command.txt"
-  "$@"
+  ${ASIDE[@]+"${ASIDE[@]}"} "$@"
 }
 
 # folder_of MODEL: where its Hugging Face checkpoint is.
@@ -200,7 +204,7 @@ serve() {
   graphs "${SERVED}"
   local memory=()
   if (( ON_GPU )); then memory=(--sglang-mem-fraction-static 0.35 --sglang-max-running-requests "${SERVED}"); fi
-  "${PYTHON}" "${HERE}/shared_server.py" --url-file "${file}" -- --device "${DEVICE}" --hf-checkpoint "$(folder_of "$1")" \
+  ${ASIDE[@]+"${ASIDE[@]}"} "${PYTHON}" "${HERE}/shared_server.py" --url-file "${file}" -- --device "${DEVICE}" --hf-checkpoint "$(folder_of "$1")" \
     --output-dir "${WORK}/served/${name}" --rollout-max-context-len "${CONTEXT}" "${ENGINE[@]}" \
     ${memory[@]+"${memory[@]}"} >> "${WORK}/logs/serve_${name}.log" 2>&1 &
   SERVERS+=($!)
@@ -258,13 +262,13 @@ base() {
 
 # sampled SET URL: programs for a training set. What is there after SAMPLE_SECONDS is taken.
 sampled() {
-  local set="$1" status=0
+  local set="$1" status=0 begin="${SECONDS}"
   LIMIT=(timeout --kill-after=60 "${SAMPLE_SECONDS}")
   measure "${WORK}/programs/${set}" program "${WRITER}" "$2" --eval-prompt-data "${set}" \
     "${PREPARED}/train/${set}.jsonl" --n-samples-per-eval-prompt "${SAMPLES}" --eval-temperature 0.7 \
     --eval-top-p 0.95 --eval-max-response-len "${PROGRAM_RESPONSE}" || status=$?
   LIMIT=()
-  if (( status == 124 || status == 137 )) && [[ -s "${WORK}/programs/${set}/eval/${set}_-00001.jsonl" ]]; then
+  if (( status == 124 || (status == 137 && SECONDS - begin >= SAMPLE_SECONDS) )) && [[ -s "${WORK}/programs/${set}/eval/${set}_-00001.jsonl" ]]; then
     echo "stopped after ${SAMPLE_SECONDS} s"
     return
   fi
@@ -422,21 +426,24 @@ train_rl() {
 share_gpus() {
   if (( ! ON_GPU || ! MPS )); then return; fi
   if (( PARALLEL <= NUM_GPUS )) && [[ " ${RUNS}" != *" stream:"* ]]; then return; fi
+  if [[ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]]; then say "NVIDIA MPS of ${CUDA_MPS_PIPE_DIRECTORY} is used"; return; fi
   if ! command -v nvidia-cuda-mps-control > /dev/null; then say "no NVIDIA MPS here: runs on one GPU take turns"; return; fi
-  CUDA_MPS_PIPE_DIRECTORY="$(mktemp -d)"
-  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY="${CUDA_MPS_PIPE_DIRECTORY}"
-  if ! env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d; then
+  MPS_FOLDER="$(mktemp -d)"
+  export CUDA_MPS_PIPE_DIRECTORY="${MPS_FOLDER}" CUDA_MPS_LOG_DIRECTORY="${MPS_FOLDER}"
+  if ! env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d 9>&-; then
     say "NVIDIA MPS did not start: runs on one GPU take turns" >&2
     end_sharing
   fi
 }
 
 end_sharing() {
-  if [[ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ]]; then return; fi
+  if [[ -z "${MPS_FOLDER}" ]]; then return; fi
   echo quit | nvidia-cuda-mps-control > /dev/null 2>&1 || true
-  rm -rf "${CUDA_MPS_PIPE_DIRECTORY}"
+  rm -rf "${MPS_FOLDER}"
+  MPS_FOLDER=""
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 }
+MPS_FOLDER=""
 
 rl() {
   local running=() failed=0 run number=0 first=1 measured
@@ -542,6 +549,7 @@ stop() {
 # finish: nothing that this script started goes on without it.
 finish() {
   local job
+  trap '' TERM INT HUP  # a second one would leave the rest to itself
   while [[ -n "$(jobs -pr)" ]]; do
     for job in $(jobs -pr); do stop "${job}"; done
     sleep 0.2
@@ -564,6 +572,7 @@ mkdir -p "${WORK}"
 trap finish EXIT
 trap 'exit 143' TERM
 trap 'exit 130' INT
+trap 'exit 129' HUP
 case "${STEP}" in
   leak | table | pack) ;;  # only read, at any time
   *) lock ;;

@@ -91,6 +91,8 @@ class Trainers:
 
     @property
     def _policy(self) -> list[Any]:
+        if not self._groups:
+            raise TrainerDied("the trainers were ended, and start again")
         return self._groups[0]
 
     def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:

@@ -78,7 +78,7 @@ def check_schedule(config: Config) -> None:
     if config.debug_rollout_only or (config.num_rollout is None and config.lr_decay_iters is None):
         return
     require(
-        config.num_rollout is None or config.policy_starts_at < config.num_rollout,
+        not config.num_rollout or config.policy_starts_at < config.num_rollout,
         f"--num-critic-only-steps {config.policy_starts_at} leaves none of the run's {config.num_rollout} rollouts to "
         "train the policy; lower it, or raise --num-rollout (or --num-epoch)",
     )

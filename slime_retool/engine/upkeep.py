@@ -70,7 +70,10 @@ class EngineService(Protocol):
         ...
 
     def look(self) -> None:
-        """Look at all processes now, and let those that died leave. Raises ServerError when that ends the run."""
+        """Look at all processes now, and let those that died leave.
+
+        Raises ServerError when that ends the run, and TrainerDied where no engine serves and none can get weights.
+        """
         ...
 
 
@@ -226,7 +229,7 @@ class Upkeep:
     def hold(self, *, settle: bool = False) -> None:
         """Leave the engines to the owner, of which one at least has started. `settle`: none is still starting.
 
-        Raises as `look`.
+        Raises ServerError as `look` does.
         """
         with self._changed:
             if self._held:

@@ -37,7 +37,7 @@ class RouterClient(JsonClient):
 
     With a `service` whose engines are replaced when they die, what one of them had not answered is asked again of
     the others, with the same ids, and as often as that happens; while none serves, requests wait. Such a request
-    fails only as the service does: with ServerError.
+    fails only as the service does: with ServerError, or TrainerDied where no engine can get weights.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RouterClient(JsonClient):
             self._body["lora_path"] = adapter
         self._unnamed = count()
         self.waiting = 0
-        """Requests that are at no engine: none serves."""
+        """Requests that are at no engine: none serves, or they wait for a look at the engines."""
         self._one_look = asyncio.Lock()
         self._looked = -math.inf
 

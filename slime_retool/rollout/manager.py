@@ -158,7 +158,7 @@ class RolloutManager:
     def drained(self, seconds: float) -> bool:
         """Whether no request is at the engines, now or within so many seconds.
 
-        Those that wait for an engine, while none serves, go on by themselves when one has the new weights.
+        Those that wait, because none serves or for a look at the engines, go on by themselves after the update.
         """
         return self._turns is None or self._call(self._drained(self._turns.places, seconds))
 
@@ -190,6 +190,9 @@ class RolloutManager:
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead[1]])  # its thread draws from the data
             self._ahead = None
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+            self._evaluating = None
         self.stop_generating()
         self.data.load_state_dict(state)
         self._restored = state.get("stream") if self.config.max_staleness else None

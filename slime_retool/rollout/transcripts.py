@@ -34,9 +34,10 @@ def prune_dumps(folder: Path, keep: int, newest: int) -> None:
 
     What an attempt left that went further, before the run went back, stays until it is written again.
     """
-    numbers = sorted({int(number_of(path)) for path in dumps_in(folder, "rollout_*")} & {*range(newest + 1)})
+    numbers = sorted({int(number_of(path)) for path in dumps_in(folder, "rollout_*")})
+    first = [number for number in numbers if number <= newest][-keep:][0]
     for path in dumps_in(folder):
-        if int(number_of(path)) < numbers[-keep:][0]:
+        if number_of(path).isdigit() and int(number_of(path)) < first:
             path.unlink()
 
 
