@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from decimal import Decimal
 
 import pytest
 from test_data_rendering import byte_tokenizer
@@ -12,6 +13,7 @@ from slime_retool.commands.data_check import check_file
 from slime_retool.config import parse_config
 from slime_retool.config.data_sets import parse_data_sets
 from slime_retool.data.messages import parse_messages, parse_tools
+from slime_retool.data.questions import read_label
 from slime_retool.data.readers import read_rows, write_rows
 from slime_retool.data.rows import samples_from_file
 from slime_retool.data.source import PromptDataSource, copy_sample, load_eval_samples
@@ -108,8 +110,18 @@ def test_a_file_that_is_missing_empty_broken_or_of_another_kind_is_refused(tmp_p
 
 
 def test_parquet_output_that_cannot_hold_the_rows_is_a_clear_error(tmp_path):
-    with pytest.raises(DataError, match="write .jsonl instead"):
-        write_rows(tmp_path / "x.parquet", [{"a": [{"b": 1}]}, {"a": "text"}])
+    for rows in ([{"a": [{"b": 1}]}, {"a": "text"}], [{"a": 1 << 70}]):
+        with pytest.raises(DataError, match="write .jsonl instead"):
+            write_rows(tmp_path / "x.parquet", rows)
+
+
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [(34.0, "34"), (Decimal("5.00"), "5"), (0.5, "0.5"), (-3.0, "-3"), (float("nan"), None), (Decimal("NaN"), None)],
+)
+def test_a_label_that_a_table_made_a_float_of_is_the_integer_it_was(value, label):
+    """As a parquet column of integers has them where one is missing; the dapo rule compares text."""
+    assert read_label({"label": value}, "label") == label
 
 
 # Messages and tools

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,10 @@ def test_what_an_attempt_left_that_went_further_takes_no_place_of_the_newest(tmp
         dump_path(tmp_path, "rollout", number, compressed=False).write_text("")
     prune_dumps(tmp_path, 1, 2)
     assert names(tmp_path) == [f"rollout_00000{number}.jsonl" for number in (2, 7, 8)]
+
+
+def test_metadata_whose_keys_json_cannot_hold_are_written_as_their_repr(tmp_path: Path):
+    sample = Sample(prompt="q", index=0, metadata={("a", 1): {"b": (2, {3.5: 4})}, "c": 5})
+    dump_samples(tmp_path / "a.jsonl", [(sample, {})])
+    row = json.loads((tmp_path / "a.jsonl").read_text())
+    assert row["metadata"] == {"('a', 1)": {"b": [2, {"3.5": 4}]}, "c": 5}

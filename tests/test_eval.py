@@ -71,6 +71,15 @@ def test_figures_of_a_set_are_those_of_its_verdicts():
     assert metrics["eval/aime/response_length"] == 2
 
 
+def test_a_key_of_the_data_is_not_taken_for_the_tokens_that_a_chat_api_counts():
+    for given in (9000, "17", None):
+        sample = scored(0, 0, "1", True)
+        sample.metadata["completion_tokens"] = given
+        assert set_metrics("s", [sample], of(1))["eval/s/response_length"] == 2
+    sample.tokens, sample.response_length, sample.metadata["completion_tokens"] = [], 0, 30
+    assert set_metrics("s", [sample], of(1))["eval/s/response_length"] == 30
+
+
 def test_a_shaped_reward_does_not_make_an_answer_right():
     sample = scored(0, 0, "1", False)
     sample.reward["score"] = 0.1

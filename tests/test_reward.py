@@ -27,6 +27,7 @@ from slime_retool.reward import (
 )
 from slime_retool.reward.boxed import last_boxed
 from slime_retool.reward.runner import THREADS
+from slime_retool.rollout.eval_metrics import _votes
 from slime_retool.types import Sample
 
 DATA = Path(__file__).parent / "data"
@@ -159,6 +160,31 @@ def test_an_answer_in_a_tool_call_or_a_tool_output_is_not_the_models() -> None:
 def test_degenerate_text_takes_no_time(text: str) -> None:
     assert not compute_score(text, "34")["acc"]
     assert not compute_score(text, "34", "math_verify")["acc"]
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "same"),
+    [
+        ("20\\%", "0.2", True), ("20\\%", "20", True), ("20", "20\\%", True), ("20\\%", "20.0\\%", True),
+        ("20\\%", "0.2\\%", False), ("1\\%", "100\\%", False), ("[10\\%,20\\%]", "[0.1\\%,0.2\\%]", False),
+        ("\\{1,2\\},\\{3,4\\}", "\\{4,3\\},\\{2,1\\}", True), ("\\{1,2\\},\\{3,4\\}", "\\{1,3\\},\\{2,4\\}", False),
+        ("\\{\\{1,2\\},\\{3,4\\}\\}", "\\{1,2,3,4\\}", False), ("1, \\pm 2", "-2,1,2", True),
+        ("a_1", "a_1", True), ("a_1", "a", False), ("b_{10}", "b", False), ("F_2", "F", False),
+        ("1011_2", "1011", True), ("1011_2", "1011_{2}", True), ("1011_2", "1011_3", False),
+    ],
+)  # fmt: skip
+@pytest.mark.timeout(180)
+def test_percentages_partitions_and_indices(truth: str, answer: str, same: bool) -> None:
+    assert compute_score(boxed(answer), truth, "math_verify")["acc"] is same
+
+
+@pytest.mark.timeout(180)
+def test_votes_do_not_depend_on_the_order_in_which_answers_came() -> None:
+    """Of nine answers without a number, and one in two spellings, each is compared with each."""
+    answers = [*(f"x+{n}" for n in range(2, 11)), "x+1", "1+x"]
+    for order in (answers, answers[::-1]):
+        kinds = _votes(order, "math_verify")
+        assert len(set(kinds)) == 10 and kinds[order.index("x+1")] == kinds[order.index("1+x")]
 
 
 @pytest.mark.timeout(180)

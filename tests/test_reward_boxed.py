@@ -52,3 +52,19 @@ def test_tool_text_is_blanked_at_the_same_length(tag: str):
     assert without_tool_text(tool) == "\n" * len(tool)
     unclosed = rf"a{tool}b<{tag}>\boxed{{2}}"
     assert without_tool_text(unclosed) == "a" + "\n" * len(tool) + rf"b<{tag}>\boxed{{2}}"
+
+
+CALLS = {
+    "retool": '<code>\n```python\nprint(r"\\boxed{42}")\nfor i in range(',
+    "qwen": '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(r\'\\\\boxed{42}\')\\nfor i',
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_box_in_a_call_that_was_cut_off_is_no_answer(kind: str) -> None:
+    call = CALLS[kind]
+    assert last_answer(without_tool_text(f"Let me see. {call}")) is None
+    assert last_answer(without_tool_text(f"\\boxed{{1}} {call}")) == "1"
+    # One that was not closed, but answered, has further turns.
+    for further in ("<tool_response>unreadable</tool_response>", "<|im_end|>\n"):
+        assert last_answer(without_tool_text(f"{call}{further} It is \\boxed{{7}}")) == "7"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -80,7 +81,8 @@ def _evaluate(given: Config) -> int:
     os.makedirs(config.output_dir, exist_ok=True)
     metrics = _from_endpoint(config) if config.eval_endpoint_url is not None else _from_checkpoint(config)
     path = Path(config.output_dir) / "eval" / "figures.json"
-    path.write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    figures = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    path.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(table(config, metrics))
     print(f"\nall figures: {path}\ntranscripts: slime-retool view {path.parent}/<set>_-00001.jsonl")
     return 0

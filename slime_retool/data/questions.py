@@ -36,8 +36,10 @@ def read_label(row: Row, key: str) -> str | None:
 
 
 def _text(value: Any) -> str | None:
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+    if value is None or (isinstance(value, (float, Decimal)) and not math.isfinite(value)):
         return None
+    if isinstance(value, (float, Decimal)) and value == int(value):
+        value = int(value)  # parquet makes 34.0 of 34 where another label is missing
     if isinstance(value, Decimal):  # parquet has them
         value = str(value)
     try:

@@ -108,7 +108,7 @@ def _write(path: Path, rows: list[Row]) -> None:
     try:
         table = pyarrow.table({key: [row.get(key) for row in rows] for key in columns})
         pyarrow.parquet.write_table(table, path)
-    except (pyarrow.ArrowException, TypeError) as error:
+    except (pyarrow.ArrowException, TypeError, OverflowError) as error:
         raise DataError(f"parquet cannot hold these rows ({error}); write .jsonl instead") from error
 
 

@@ -87,9 +87,23 @@ def without_tool_text(response: str) -> str:
 
     An answer that only the tool printed, or that only stands in code, is not the model's answer.
     """
+    cut = _begin_of_cut_call(response)
     for tag in TAGS:
         response = _blanked(response, f"<{tag}>", f"</{tag}>")
-    return response
+    return response[:cut] + "\n" * (len(response) - cut)
+
+
+_CALL = re.compile(r"<tool_call>\s*\{|<code>\s*```")
+_TURN = re.compile(rf"</?(?:{'|'.join(TAGS)})>|<\|")
+
+
+def _begin_of_cut_call(response: str) -> int:
+    """Where the call begins in whose midst the response was cut; its length where there is none.
+
+    A call that was not closed but answered has the observation, or another turn, behind it.
+    """
+    begin = max((match.end() for match in _CALL.finditer(response)), default=-1)
+    return len(response) if begin < 0 or _TURN.search(response, begin) else begin
 
 
 def without_open_thought(text: str) -> str:

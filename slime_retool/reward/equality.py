@@ -67,6 +67,8 @@ class Group:
     """Its brackets ("()", "[)", ...) for what is ordered; "set", "union" (unordered); "row", "matrix"."""
     items: tuple[Leaf | Group, ...]
     names: frozenset[str] = frozenset()
+    of_signs: bool = False
+    r"""The two values of one that was written with \pm: elements of the set in which they stand."""
 
 
 Answer = Leaf | Group
@@ -118,13 +120,13 @@ def _parse(text: str, depth: int = 0) -> Answer:
         return Group("()", (_LOWEST, _HIGHEST), names)
     if _SIGNS.search(value):
         both = (value.replace("\\pm", plus).replace("\\mp", minus) for plus, minus in ("+-", "-+"))
-        return Group("set", tuple(Leaf(text.strip()) for text in both), names)
+        return Group("set", tuple(Leaf(text.strip()) for text in both), names, of_signs=True)
     return Leaf(value, whole if value != whole else "", names)
 
 
 def _flat(items: Iterable[Answer]) -> tuple[Answer, ...]:
     """Sets inside a set that come of \\pm are its elements."""
-    parts = (item.items if isinstance(item, Group) and item.kind == "set" else [item] for item in items)
+    parts = (item.items if isinstance(item, Group) and item.of_signs else [item] for item in items)
     return tuple(chain.from_iterable(parts))
 
 
@@ -253,12 +255,14 @@ def _same_leaf(true_leaf: Leaf, leaf: Leaf, symbolic: Symbolic) -> bool:
         return False
     if a == b:
         return True
-    if _IN_BASE.match(a) or _IN_BASE.match(b):
+    if _in_base(a) or _in_base(b):
         # Digits, never the value: a question about digits in base 9 is not answered by decimal ones.
         (a, _, base_a), (b, _, base_b) = (re.sub(r"[{}]", "", text).partition("_") for text in (a, b))
         return a == b and (base_a == base_b or not base_a or not base_b)
     values = _values(truth, a), _values(answer, b)
     if all(values):
+        if "%" in truth and "%" in answer:
+            return rational(a) == rational(b)
         return bool(values[0] & values[1])
     if len(a) > 2 and _LETTERS.match(a) or len(b) > 2 and _LETTERS.match(b):
         return a.casefold() == b.casefold()
@@ -266,6 +270,15 @@ def _same_leaf(true_leaf: Leaf, leaf: Leaf, symbolic: Symbolic) -> bool:
         return False
     apart = told_apart(truth, answer) if max(len(truth), len(answer)) <= _MAX_SYMBOLIC else None
     return apart is not None and symbolic(*apart)
+
+
+def _in_base(text: str) -> bool:
+    """Whether digits stand before their base: a_{12} is one of base 12, and a_1 the first of some a."""
+    match = _IN_BASE.match(text)
+    if match is None:
+        return False
+    base = int(match[2] or match[3])
+    return base >= 2 and all(int(digit, 36) < base for digit in match[1])
 
 
 def _values(text: str, number: str) -> set[Fraction]:

@@ -24,6 +24,8 @@ DAPO_WINDOW = 300
 """Characters at the end of a response that the published rule looks at."""
 MAX_COMPARISONS = 32
 """Symbolic comparisons of one score; a set of many expressions needs several."""
+MAX_SLOW = 4
+"""Symbolic comparisons of one problem's votes that may take too long; each of them takes seconds."""
 
 
 def compute_score(response: str, ground_truth: str, mode: str = "dapo") -> dict[str, Any]:
@@ -46,13 +48,24 @@ def compute_score(response: str, ground_truth: str, mode: str = "dapo") -> dict[
 
 
 class Equality:
-    """Whether two answers are one by a mode's rule: for counting votes. It may block for some seconds."""
+    """Whether two answers are one by a mode's rule: for counting votes. It may block for some seconds.
+
+    Every pair is compared, so that votes do not depend on the order in which answers came, until MAX_SLOW of them took
+    too long or crashed.
+    """
 
     def __init__(self, mode: str) -> None:
-        self._by_meaning, self._symbolic = mode == "math_verify", _Symbolic()
+        self._by_meaning, self._slow = mode == "math_verify", 0
 
     def __call__(self, one: str, other: str) -> bool:
-        return one == other or (self._by_meaning and same_answer(one, other, self._symbolic))
+        return one == other or (self._by_meaning and same_answer(one, other, self._compare))
+
+    def _compare(self, one: str, other: str) -> bool:
+        if self._slow == MAX_SLOW:
+            return False
+        same = shared_verifier().compare(one, other)
+        self._slow += same is None
+        return same is True
 
 
 class _Symbolic:

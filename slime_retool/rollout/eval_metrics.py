@@ -59,7 +59,9 @@ def set_metrics(name: str, samples: Sequence[Sample], config: Config) -> dict[st
     described = sample_metrics(samples, key, threshold)
     metrics = {f"eval/{name}/{reported}": described[metric] for metric, reported in REPORTED.items()}
     # A chat API returns no ids, only their number.
-    lengths = [sample.metadata.get("completion_tokens", sample.response_length) for sample in usable]
+    lengths = [
+        sample.response_length if sample.tokens else sample.metadata.get("completion_tokens", 0) for sample in usable
+    ]
     metrics[f"eval/{name}/response_length"] = fmean(lengths)
     judged = "accuracy" in described
     values = [[float(bool(is_right(s, key, threshold)) if judged else s.reward_value(key)) for s in g] for g in groups]

@@ -85,7 +85,17 @@ def _line(sample: Sample, further: dict[str, Any]) -> str:
     # Nobody reads experts here, and they would be most of the file: what is trained on is in another one.
     values = asdict(replace(sample, routed_experts=None)) | further
     del values["routed_experts"]
-    return json.dumps(values, ensure_ascii=False, default=json_value) + "\n"
+    try:
+        return json.dumps(values, ensure_ascii=False, default=json_value) + "\n"
+    except TypeError:
+        return json.dumps(_with_text_keys(values), ensure_ascii=False, default=json_value) + "\n"
+
+
+def _with_text_keys(value: Any) -> Any:
+    """JSON has no other keys than text."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _with_text_keys(each) for key, each in value.items()}
+    return [_with_text_keys(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 class Transcripts:
