@@ -37,10 +37,11 @@ ALGORITHMS: dict[str, list[str]] = {
     "rloo": ["--advantage-estimator", "rloo", "--calculate-per-token-loss"],
     "reinforce_plus_plus": ["--advantage-estimator", "reinforce_plus_plus", "--calculate-per-token-loss"],
     "ppo": [
-        "--advantage-estimator", "ppo", "--calculate-per-token-loss", "--critic-lr", "1e-3",
-        "--num-critic-only-steps", "2", "--normalize-advantages",
+        "--advantage-estimator", "ppo", "--calculate-per-token-loss", "--critic-lr", "1e-3", "--normalize-advantages",
     ],
 }  # fmt: skip
+CRITIC_ONLY = 2
+"""First rollouts of PPO that train no policy, where the run has more."""
 DONE = "done"
 """File in a stage's folder that says it has finished."""
 
@@ -79,6 +80,7 @@ class Comparison(Quickstart):
     def _rl_with(self, name: str) -> list[str]:
         """Two optimizer steps per rollout, so that ratios and clips matter."""
         size = self.size
+        critic = ["--num-critic-only-steps", str(min(CRITIC_ONLY, size.rl_rollouts - 1))] if name == "ppo" else []
         return self._train(
             f"rl_{name}",
             "--hf-checkpoint", str(self.out / "sft_hf"), "--ref-load", str(self.out / "sft" / "checkpoints"),
@@ -86,7 +88,7 @@ class Comparison(Quickstart):
             "--eval-interval", str(max(1, size.rl_rollouts // 2)), *self._generation(),
             "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192",
             "--lr", str(size.rl_lr), "--lr-decay-style", "constant", "--adam-beta1", "0.9", "--adam-beta2", "0.98",
-            *ALGORITHMS[name],
+            *ALGORITHMS[name], *critic,
         )  # fmt: skip
 
     def _figures(self, name: str) -> dict[str, Any]:
