@@ -40,6 +40,11 @@ class SampleTracker(Protocol):
         """Some samples of a rollout that is dumped. Their texts are a model's: nothing in them is markup."""
 
 
+def json_figures(metrics: dict[str, float]) -> dict[str, float | None]:
+    """`metrics` as JSON can hold them: null for what is no finite number."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
 class JsonlTracker:
     """One line per call: `{"step": 3, "time": ..., "train/loss": ...}`; values that are not finite become null."""
 
@@ -51,7 +56,7 @@ class JsonlTracker:
             self._file.write("\n")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        finite = json_figures(metrics)
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
         self._file.flush()
 

@@ -204,8 +204,8 @@ serve() {
   graphs "${SERVED}"
   local memory=()
   if (( ON_GPU )); then memory=(--sglang-mem-fraction-static 0.35 --sglang-max-running-requests "${SERVED}"); fi
-  ${ASIDE[@]+"${ASIDE[@]}"} "${PYTHON}" "${HERE}/shared_server.py" --url-file "${file}" -- --device "${DEVICE}" --hf-checkpoint "$(folder_of "$1")" \
-    --output-dir "${WORK}/served/${name}" --rollout-max-context-len "${CONTEXT}" "${ENGINE[@]}" \
+  ${ASIDE[@]+"${ASIDE[@]}"} "${PYTHON}" "${HERE}/shared_server.py" --url-file "${file}" -- \
+    --device "${DEVICE}" --hf-checkpoint "$(folder_of "$1")" --output-dir "${WORK}/served/${name}" --rollout-max-context-len "${CONTEXT}" "${ENGINE[@]}" \
     ${memory[@]+"${memory[@]}"} >> "${WORK}/logs/serve_${name}.log" 2>&1 &
   SERVERS+=($!)
   while [[ ! -e "${file}" ]]; do
@@ -262,13 +262,14 @@ base() {
 
 # sampled SET URL: programs for a training set. What is there after SAMPLE_SECONDS is taken.
 sampled() {
-  local set="$1" status=0 begin="${SECONDS}"
+  local set="$1" status=0 begin="${SECONDS}" written
+  written="${WORK}/programs/${set}/eval/${set}_-00001.jsonl"
   LIMIT=(timeout --kill-after=60 "${SAMPLE_SECONDS}")
   measure "${WORK}/programs/${set}" program "${WRITER}" "$2" --eval-prompt-data "${set}" \
     "${PREPARED}/train/${set}.jsonl" --n-samples-per-eval-prompt "${SAMPLES}" --eval-temperature 0.7 \
     --eval-top-p 0.95 --eval-max-response-len "${PROGRAM_RESPONSE}" || status=$?
   LIMIT=()
-  if (( status == 124 || (status == 137 && SECONDS - begin >= SAMPLE_SECONDS) )) && [[ -s "${WORK}/programs/${set}/eval/${set}_-00001.jsonl" ]]; then
+  if (( status == 124 || (status == 137 && SECONDS - begin >= SAMPLE_SECONDS) )) && [[ -s "${written}" ]]; then
     echo "stopped after ${SAMPLE_SECONDS} s"
     return
   fi

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from slime_retool.config.printable import print_command_line
 from slime_retool.config.validate import validate_evaluation
 from slime_retool.engine.flag_check import ServerFlagCheck
 from slime_retool.errors import run_command
+from slime_retool.metrics import json_figures
 from slime_retool.rollout.manager import RolloutManager
 from slime_retool.rollout.statistics import powers_up_to
 
@@ -81,8 +81,7 @@ def _evaluate(given: Config) -> int:
     os.makedirs(config.output_dir, exist_ok=True)
     metrics = _from_endpoint(config) if config.eval_endpoint_url is not None else _from_checkpoint(config)
     path = Path(config.output_dir) / "eval" / "figures.json"
-    figures = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    path.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(json_figures(metrics), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(table(config, metrics))
     print(f"\nall figures: {path}\ntranscripts: slime-retool view {path.parent}/<set>_-00001.jsonl")
     return 0

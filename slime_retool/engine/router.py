@@ -10,7 +10,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -68,22 +67,19 @@ class RouterProcess(Server):
             num_ports=2,
             grace=3.0,
         )
-        self._wait_for({*worker_urls})
-
-    def _wait_for(self, worker_urls: set[str]) -> None:
-        deadline = time.monotonic() + ADMIN_SECONDS
-        while True:
-            with suppress(ServerError):  # it may be busy, or gone
-                if self._workers().keys() >= worker_urls:
-                    return
+        try:
+            self.wait_until_ready(lambda: self._has_all({*worker_urls}), ADMIN_SECONDS, "sglang-router")
+        except ServerError:
             if not self.alive:
-                tail = self.log_tail()
                 self.stop()
-                raise ServerError(f"sglang-router {self.ending} while starting; end of {self.log_path}:\n{tail}")
-            if time.monotonic() > deadline:
-                logger.warning("the router has not taken all engines in within %g s", ADMIN_SECONDS)
-                return
-            time.sleep(0.01)
+                raise
+            logger.warning("the router has not taken all engines in within %g s", ADMIN_SECONDS)
+
+    def _has_all(self, worker_urls: set[str]) -> bool:
+        try:
+            return self._workers().keys() >= worker_urls
+        except ServerError:  # it is busy, or gone
+            return False
 
     def add(self, worker_url: str) -> None:
         """Send requests to this engine too. Raises ServerError where the router does not take it."""
