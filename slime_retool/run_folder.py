@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -40,19 +41,29 @@ def set_aside(output_dir: str) -> Path | None:
     return aside
 
 
-def resume_point(load: str | None, critic_load: str | None = None) -> int | None:
+def critic_folder(places: Sequence[str], rollout_id: int) -> str | None:
+    """Which of `places` holds the critic's checkpoint of that rollout; else the first with a run's checkpoints.
+
+    None where there is no such folder: the critic finds its first weights elsewhere.
+    """
+    trained = [place for place in places if exists(place) and candidates(place)]
+    holders = [place for place in trained if (Path(place) / checkpoint_name(rollout_id)).is_dir()]
+    return next(iter(holders + trained), None)
+
+
+def resume_point(load: str | None, critic_places: Sequence[str] = ()) -> int | None:
     """The rollout of the checkpoint in `load` to go on from: the newest that is whole, and so is the critic's.
 
-    None where none was saved there. A damaged one is passed over with a warning. Raises CheckpointError where all are,
-    and ValueError where the file that names the newest is damaged.
+    critic_places: where that may be (`Config.critic_places`). None where none was saved in `load`. A damaged one is
+    passed over with a warning. Raises CheckpointError where all are, and ValueError where the file that names the
+    newest is damaged.
     """
     if load is None or not exists(load):
         return None
-    folders = [load]
-    if critic_load is not None and exists(critic_load) and candidates(critic_load):
-        folders.append(critic_load)  # in any other one it finds its first weights
     problems: list[str] = []
     for rollout_id in candidates(load):
+        critic = critic_folder(critic_places, rollout_id)
+        folders = [load] if critic is None else [load, critic]
         found = (damage(Path(folder) / checkpoint_name(rollout_id)) for folder in folders)
         problem = next((problem for problem in found if problem is not None), None)
         if problem is None:
@@ -61,7 +72,7 @@ def resume_point(load: str | None, critic_load: str | None = None) -> int | None
             return rollout_id
         problems.append(problem)
     if problems:
-        raise CheckpointError(f"no checkpoint in {' or '.join(folders)} is whole: {'; '.join(problems)}")
+        raise CheckpointError(f"no checkpoint in {' or '.join([load, *critic_places])} is whole: {'; '.join(problems)}")
     return None
 
 

@@ -153,7 +153,7 @@ def first_rollout(config: Config) -> int:
     if config.debug_rollout_only:
         return 0
     with as_config_error():
-        saved = resume_point(config.load, config.of_critic().load if config.uses_critic else None)
+        saved = resume_point(config.load, config.critic_places)
     return 0 if saved is None else saved + 1
 
 

@@ -226,7 +226,7 @@ def _counterpart(rank: int, world_size: int, root: str) -> dict[str, Any]:
     late.with_name("late").rename(late)
     actor.finish_save()
     actor.shutdown()
-    return {"alone": alone, "both": resume_point(f"{root}/actor", f"{root}/critic")}
+    return {"alone": alone, "both": resume_point(f"{root}/actor", [f"{root}/critic"])}
 
 
 def test_an_actors_checkpoint_comes_into_force_after_the_critics(tmp_path: Path):
@@ -272,11 +272,11 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(harm, name, three: P
 def test_a_checkpoint_is_whole_only_with_the_critics_of_the_same_rollout(three: Path, tmp_path: Path, caplog):
     actor, critic = tmp_path / "actor", tmp_path / "critic"
     copy_tree(three, actor)
-    assert resume_point(str(actor), str(critic)) == 2  # a new critic
+    assert resume_point(str(actor), [str(critic)]) == 2  # a new critic
     copy_tree(three, critic)
-    assert resume_point(str(actor), str(critic)) == 2
+    assert resume_point(str(actor), [str(critic)]) == 2
     cut(critic / "iter_0000002" / "common.pt")
-    assert resume_point(str(actor), str(critic)) == 1
+    assert resume_point(str(actor), [str(critic)]) == 1
 
 
 def test_without_a_whole_checkpoint_the_run_is_refused(three: Path, tmp_path: Path):

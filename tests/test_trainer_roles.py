@@ -128,10 +128,13 @@ def _layouts(rank: int, world_size: int, root: str) -> dict[str, Any]:
 
 
 def _resume(rank: int, world_size: int, root: str) -> dict[str, Any]:
-    """Four rollouts in one go; and two, a save, a critic's save whose actor's never came, a new trainer, two more."""
+    """Four rollouts in one go; and two, a save, a critic's save whose actor's never came, a new trainer, two more.
+
+    The critic begins as that of another run, which has a checkpoint of the same rollout.
+    """
     folder = f"{root}/resume{world_size}"
     config = _config(
-        root, "ppo", load=folder, save=folder, critic_load=f"{folder}/critic", critic_save=f"{folder}/critic",
+        root, "ppo", load=folder, save=folder, critic_load=f"{root}/critic", critic_save=f"{folder}/critic",
         critic_lr=3e-3, critic_lr_warmup_iters=3, global_batch_size=3, value_clip=0.1,
     )  # fmt: skip
     batches = [RolloutBatch(near_samples(seed=20 + i)) for i in range(4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any, Protocol
 
 from megatron_bridge.checkpoint import prune
@@ -85,7 +86,8 @@ class Saves:
         config = self._config
         if not self._begun:
             return None
-        rollout_id = resume_point(config.save, config.of_critic().save if config.uses_critic else None)
+        saved_here = replace(config, load=config.save)
+        rollout_id = resume_point(config.save, saved_here.critic_places)
         return rollout_id if rollout_id in self._begun else None
 
     def _prune(self) -> None:

@@ -192,6 +192,18 @@ class Config(
         )
 
     @property
+    def critic_places(self) -> list[str]:
+        """Folders that may hold the critic's checkpoint beside the actor's in --load; none without a critic.
+
+        A run that goes on from its own --save has put it into --critic-save, whatever --critic-load began with.
+        """
+        if not self.uses_critic:
+            return []
+        critic, load, save = self.of_critic(), self.load, self.save
+        own = load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
+        return [place for place in dict.fromkeys([critic.save if own else None, critic.load]) if place is not None]
+
+    @property
     def load_folders(self) -> dict[str, str]:
         """Flag -> folder that trainers read checkpoints from."""
         named = {"--ref-load": self.ref_load} | {role.flag("--load"): role.config.load for role in self.roles}

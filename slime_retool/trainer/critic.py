@@ -18,6 +18,7 @@ from slime_retool.algo.algorithms import VALUE_LOSS
 from slime_retool.algo.losses import TotalLoss, ValueInputs
 from slime_retool.config import Config
 from slime_retool.errors import CheckpointError
+from slime_retool.run_folder import critic_folder
 from slime_retool.trainer import checkpoint
 from slime_retool.trainer.batch import TrainBatch
 from slime_retool.trainer.packing import PackedBatch
@@ -86,12 +87,15 @@ class Critic(ModelRole):
     def load(self, iteration: int | None = None) -> checkpoint.TrainerState | None:
         """Resume beside the actor, else take first weights (None).
 
-        When the actor resumes from rollout k in --load, the critic resumes from its own checkpoint of rollout k in
-        --critic-load. Otherwise its weights come from --critic-load if that holds a checkpoint (a value model's, or a
-        language model's), else they are the actor's first ones; a value head that is not found begins at 0.
+        When the actor resumes from rollout k in --load, the critic resumes from its own checkpoint of rollout k: where
+        this run wrote it before, else in --critic-load. Otherwise its weights come from --critic-load if that holds a
+        checkpoint (a value model's, or a language model's), else they are the actor's first ones; a value head that is
+        not found begins at 0.
         """
         run, root = self._run_config, self.config.load
         actor_at = latest_rollout(run.load) if iteration is None else iteration
+        if actor_at is not None:
+            root = critic_folder(run.critic_places, actor_at) or root
         if root is not None and exists(root):
             if actor_at is None:
                 self._start_from(root)
