@@ -34,6 +34,7 @@ class HookArgs:
 
 async def reward_func(args, sample, **kwargs): return args.hook(HookArgs).{name}_bonus
 async def generate(args, sample, sampling_params): return sample
+def advantage(inputs): return inputs.args.hook(HookArgs).{name}_bonus
 '''
 
 
@@ -152,6 +153,29 @@ def test_what_is_shipped_to_actors_needs_no_module_of_a_hook(tasks: Path):
     assert elsewhere(config.for_actors()).stdout == b"7\n"
     assert b"No module named 'one'" in elsewhere(config).stderr
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--custom-rm-path", "one.reward_func"],
+        ["--advantage-estimator", "one.advantage"],
+        ["--loss-type", "one.advantage"],
+        ["--update-weight-transport", "one.HookArgs"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_trainers_read_the_values_that_were_given(words: list[str], tasks: Path):
+    config = parse_config([*words, "--one-bonus", "7", "--one-key", "s3cret"])
+    given = load_module("one.x").HookArgs(7.0, "s3cret")
+    shipped = pickle.loads(pickle.dumps(config.for_actors().for_actors()))
+    assert config.hook(type(given)) == shipped.hook(type(given)) == given
+    assert shipped.hook(load_module("two.x").HookArgs).two_bonus == 1.0 and "s3cret" not in repr(shipped)
+
+
+def test_names_of_the_products_own_are_no_modules(tasks: Path):
+    words = ["--advantage-estimator", "ppo", "--loss-type", "policy_loss", "--update-weight-transport", "disk"]
+    assert parse_config(words).hook_args == ()
 
 
 def test_wandb_is_told_a_hooks_settings_but_no_secret(tasks: Path, tmp_path: Path):

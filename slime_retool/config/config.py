@@ -23,6 +23,25 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
+class ShippedHookArgs:
+    """A hook's `HookArgs` as plain data: on the way to a process that may lack the module, unless it reads them."""
+
+    module: str
+    name: str
+    """Module and name of the class."""
+    values: dict[str, Any] = field(repr=False)
+    """By field, secrets among them."""
+
+    @classmethod
+    def of(cls, args: Any) -> ShippedHookArgs:
+        """What `args` holds; itself where it is shipped already."""
+        if isinstance(args, ShippedHookArgs):
+            return args
+        made = type(args)
+        return cls(made.__module__, made.__qualname__, {f.name: getattr(args, f.name) for f in fields(args)})
+
+
+@dataclass(frozen=True)
 class Config(
     groups.DebugArgs,
     groups.TrackingArgs,
@@ -56,6 +75,8 @@ class Config(
         for args in self.hook_args:
             if type(args) is cls:
                 return args
+            if isinstance(args, ShippedHookArgs) and (args.module, args.name) == (cls.__module__, cls.__qualname__):
+                return cls(**args.values)
         return cls()
 
     @property
@@ -67,7 +88,7 @@ class Config(
         """The same for trainers and engines, which start in another working folder and may not find the hooks."""
         given = {name: self.__dict__[name] for name in flags.names_of(Config, metavar="DIR")}
         paths = {name: os.path.abspath(path) for name, path in given.items() if path is not None}
-        return replace(self, hook_args=(), **paths)
+        return replace(self, hook_args=tuple(map(ShippedHookArgs.of, self.hook_args)), **paths)
 
     # Derived sizes; `validate` has checked that they divide.
 
@@ -356,3 +377,5 @@ class Role:
 
 HOOK_PATHS = tuple(flags.names_of(Config, metavar="MODULE.FUNCTION"))
 """Fields that name a hook."""
+NAMES_OR_PATHS = ("advantage_estimator", "loss_type", "update_weight_transport")
+"""Fields that hold a name of the product's, or the dotted path of what a user wrote."""

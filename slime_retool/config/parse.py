@@ -11,6 +11,7 @@ The module of a hook may declare flags of its own, as a frozen dataclass that it
         return args.hook(HookArgs).bonus + ...
 
 `--custom-rm-path my_task.reward_func --bonus 1` sets it; --help, --dry-run and bounds are as for the product's flags.
+The path of an estimator, a loss or a weight transport names such a module, too: trainers read the same values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Container, Sequence
 from types import ModuleType
 
 from megatron_bridge import flags
-from slime_retool.config.config import HOOK_PATHS, Config
+from slime_retool.config.config import HOOK_PATHS, NAMES_OR_PATHS, Config
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_module
 
@@ -65,13 +66,13 @@ class TrainParser(flags.OneLineParser):
     def _hook_modules(self, args: Sequence[str]) -> tuple[list[ModuleType], list[str]]:
         """The modules that the hooks' paths in `args` name; for those that cannot be imported, why not."""
         parser = flags.OneLineParser(prog=self.prog, add_help=False)
-        for name in HOOK_PATHS:
+        for name in (*HOOK_PATHS, *NAMES_OR_PATHS):
             parser.add_argument(flags.option_name(name), dest=name)
         given, _ = parser.parse_known_args(args)
         modules: list[ModuleType] = []
         missing: list[str] = []
         for name, path in vars(given).items():
-            if path is not None:
+            if path is not None and ("." in path or name in HOOK_PATHS):
                 try:
                     modules.append(load_module(path, flags.option_name(name)))
                 except ConfigError as error:
