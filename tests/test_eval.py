@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -180,6 +181,13 @@ async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
         ({"rm_type": "math_verify"}, sets, "scoring"),
         ({"hook_args": (HookArgs(bonus=2.0),)}, sets, "hooks"),
         ({"rollout_max_context_len": 8}, sets, "context_len"),
+        ({"rollout_external_urls": ["http://10.0.0.2:30000"]}, sets, "servers"),
+        ({"eval_endpoint_url": "http://10.0.0.2:30000/v1"}, sets, "servers"),
+        ({"sglang_server_flags": {"--quantization": ["fp8"]}}, sets, "server_flags"),
+        ({"seed": 7}, sets, "seed"),
+        ({"tool_state": "session"}, sets, "tools"),
+        ({"tool_timeout": 1.0}, sets, "tools"),
+        ({"tool_memory_mb": 32}, sets, "tools"),
         ({}, {"one": [Sample(prompt="cd")]}, "data"),
         ({}, {"one": [Sample(prompt="ab", label="5")]}, "data"),
     ]
@@ -188,6 +196,25 @@ async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
         with pytest.raises(ConfigError, match=f"samples of another evaluation .{changed} was .* new --output-dir"):
             async with use_context(other):
                 await evaluate(other, other_sets, resume=True)
+
+
+async def test_samples_of_weights_that_another_checkpoint_replaced_are_not_kept(tmp_path):
+    sets, folder = {"one": [Sample(prompt="ab")]}, tmp_path / "hf"
+    folder.mkdir()
+    weights = folder / "model.safetensors"
+
+    async def calls(size: int, written: float) -> int:
+        weights.write_bytes(bytes(size))
+        os.utime(weights, (written, written))
+        context = scripted_context(make_config(tmp_path, hf_checkpoint=str(folder)), lambda text, _: text)
+        async with use_context(context):
+            await evaluate(context, sets, resume=True)
+        return context.engine.calls
+
+    assert await calls(8, 1e9) == 2 and await calls(8, 1e9) == 0
+    for size, written in ((9, 1e9), (8, 1e9 + 0.5)):
+        with pytest.raises(ConfigError, match=f"weights was 8 bytes, .*, now it is {size} bytes, the last of"):
+            await calls(size, written)
 
 
 async def test_kept_samples_are_said_to_be_and_rescore_scores_them_again_without_generating(tmp_path, caplog):

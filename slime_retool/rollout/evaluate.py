@@ -9,6 +9,7 @@ import logging
 import re
 from collections import Counter
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ from slime_retool.types import Sample
 logger = logging.getLogger(__name__)
 SCORING = ("reward", "scoring", "hooks")
 """Settings that --rescore may change."""
+TOOLS = (
+    *("tool_format", "max_turns", "max_tool_calls", "max_observation_tokens"),
+    *("tool_state", "tool_timeout", "tool_memory_mb"),
+)
+OTHER_WEIGHTS = ("--quantization", "--dtype", "--kv-cache-dtype", "--json-model-override-args", "--torchao-config")
+"""Flags with which SGLang makes another model of the same weights."""
+WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 
 
 async def evaluate(
@@ -47,6 +55,7 @@ async def evaluate(
     hooks = Hooks.load(config)
     params = evaluation_sampling_params(config, context.template if context.chat is None else None)
     n = config.n_samples_per_eval_prompt
+    weights = _weights(config) if resume else None
     copies = {  # fresh samples, so that a set can be evaluated again and again
         name: [copy_sample(sample, group * n + i, group) for group, sample in enumerate(samples) for i in range(n)]
         for name, samples in eval_sets.items()
@@ -65,7 +74,7 @@ async def evaluate(
                 Transcripts(
                     Path(config.output_dir) / "eval" / f"{file}_{rollout_id:06d}.jsonl",
                     further={"rollout_id": rollout_id, "eval_set": name},
-                    setting=_setting(config, hooks, params, samples),
+                    setting=_setting(config, hooks, params, samples) | {"weights": weights},
                     resume=resume,
                     may_differ=SCORING if config.rescore else (),
                 )
@@ -106,15 +115,18 @@ async def evaluate(
 
 
 def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list[Sample]) -> dict[str, Any]:
-    """What a transcript depends on, as far as the configuration knows."""
+    """What a transcript depends on, as far as the configuration knows; its weights are beside it."""
     rows = [[sample.prompt, sample.label, sample.tools] for sample in samples]
     return {
         "model": config.eval_endpoint_model or config.hf_checkpoint,
+        "servers": config.eval_endpoint_url or sorted(config.rollout_external_urls),
+        "server_flags": {name: config.sglang_server_flags.get(name) for name in OTHER_WEIGHTS},
+        "seed": config.seed,
         "sampling": params,
         "samples_per_prompt": config.n_samples_per_eval_prompt,
         "generate": hooks.generate_path,
         "reward": hooks.reward_path,
-        "tools": [config.tool_format, config.max_turns, config.max_tool_calls, config.max_observation_tokens],
+        "tools": {name: config.__dict__[name] for name in TOOLS},
         "scoring": config.rm_type,
         "hooks": public_values(*config.hook_args),
         "context_len": config.rollout_max_context_len,
@@ -122,3 +134,15 @@ def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list
         # Tells sets apart that have as many prompts.
         "data": hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest(),
     }
+
+
+def _weights(config: Config) -> str | None:
+    """What tells the weights in --hf-checkpoint from those that are written there later; None where others serve."""
+    if config.hf_checkpoint is None or config.rollout_external_urls or config.eval_endpoint_url is not None:
+        return None
+    folder = Path(config.hf_checkpoint)
+    files = [path.stat() for path in folder.glob("*") if path.suffix in WEIGHT_FILES]
+    if not files:
+        return None
+    newest = datetime.fromtimestamp(max(file.st_mtime for file in files)).isoformat(" ")
+    return f"{sum(file.st_size for file in files)} bytes, the last of them written at {newest}"
