@@ -30,7 +30,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     context, limit = current_context(), sampling_params["max_new_tokens"]
     assert context.engine is not None
     length = drawn_length(args.seed, sample.index, args.hook(HookArgs).shortest_response, limit)
-    budgets = LoopBudgets(max_response_tokens=limit, max_context_tokens=args.rollout_max_context_len)
+    budgets = LoopBudgets(max_response_tokens=limit, max_context_tokens=args.context_limit)
     budgets.start(sample, context.template.prompt_ids(sample.prompt))
     params = {"temperature": sampling_params["temperature"], "ignore_eos": True, "max_new_tokens": length}
     completion = await context.engine.generate(list(sample.tokens), params, session=str(sample.index))

@@ -40,6 +40,6 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     await run_scripted(
         context.engine, tool_format, registry, sample, sampling_params,
         turn_lengths(sample.index, args.max_turns, mean, args.seed),
-        max_observation_tokens=args.max_observation_tokens, max_context_tokens=args.rollout_max_context_len,
+        max_observation_tokens=args.max_observation_tokens, max_context_tokens=args.context_limit,
     )  # fmt: skip
     return sample

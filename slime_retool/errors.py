@@ -62,6 +62,10 @@ class RolloutError(SlimeRetoolError, RuntimeError):
     boundary = "rollout"
 
 
+class PromptTooLong(RolloutError):
+    """A prompt leaves no room for a response. No outage: an evaluation counts it as a problem that was not solved."""
+
+
 class EngineError(RolloutError):
     """The inference engine refused, failed or timed out after retries."""
 

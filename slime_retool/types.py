@@ -219,7 +219,7 @@ class Sample:
     reward: float | dict[str, Any] | None = None
     status: SampleStatus = SampleStatus.PENDING
     error: str | None = None
-    """For a FAILED sample: which boundary failed, and how."""
+    """For a FAILED sample: which boundary failed, and how. For one of an evaluation without a response: why."""
     spans: list[Span] = field(default_factory=list, compare=False)
     """generate, reward, and within generate each request to the engine and each tool call, with its `turn` (from 1)."""
 

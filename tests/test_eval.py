@@ -217,6 +217,18 @@ async def test_samples_of_weights_that_another_checkpoint_replaced_are_not_kept(
             await calls(size, written)
 
 
+async def test_a_prompt_without_room_for_an_answer_counts_as_an_empty_one(tmp_path, caplog):
+    sets = {"one": [Sample(prompt=p) for p in ("ab", "abcdefgh")]}
+    config = make_config(tmp_path, rollout_max_context_len=8, accuracy_threshold=1.0)
+    context = scripted_context(config, lambda text, _: text)
+    async with use_context(context):
+        metrics = await evaluate(context, sets, resume=True)
+        assert await evaluate(context, sets, resume=True) == metrics and context.engine.calls == 2
+    assert (metrics["eval/one/accuracy"], metrics["eval/one/failed"], metrics["eval/one/truncated"]) == (0.5, 0, 0.5)
+    assert metrics["eval/one/response_length"] == 1.0  # 2 and 0
+    assert "'one': 2 of 4 samples got no response and count as such; the first: a prompt of 8 tokens" in caplog.text
+
+
 async def test_kept_samples_are_said_to_be_and_rescore_scores_them_again_without_generating(tmp_path, caplog):
     caplog.set_level("INFO")
     sets = {"one": [Sample(prompt=p) for p in ("ab", "cd")]}

@@ -334,12 +334,22 @@ async def test_dumps_are_written_every_so_often_and_the_oldest_go(tmp_path):
 
 async def test_a_prompt_without_room_for_an_answer_fails_with_the_limit_in_its_message(tmp_path):
     config = make_config(tmp_path, rollout_max_context_len=4, rollout_batch_size=1)
-    with pytest.raises(RolloutError, match="prompt of 5 tokens .* --rollout-max-context-len 4"):
+    with pytest.raises(RolloutError, match="prompt of 5 tokens .* within 4 .--rollout-max-context-len"):
         await rollout(scripted_context(config, echo), Prompts(["abcde"], 4))
 
 
-async def test_the_turn_is_bounded_by_response_and_context(tmp_path):
-    config = make_config(tmp_path, rollout_max_context_len=10, rollout_max_response_len=8)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"rollout_max_context_len": 10},
+        {"max_position_embeddings": 10},
+        {"rollout_max_context_len": 10, "max_position_embeddings": 20},
+    ],
+    ids=["given", "the model's", "both"],
+)
+async def test_the_turn_is_bounded_by_response_and_context(limits, tmp_path):
+    config = make_config(tmp_path, rollout_max_response_len=8, **limits)
+    assert config.response_limit(5) == 5 and config.response_limit(1) == 8
     context = scripted_context(config, echo)
     await rollout(context, Prompts(["abcde"], 4))
     assert {params["max_new_tokens"] for _, params, _ in context.engine.requests} == {5}

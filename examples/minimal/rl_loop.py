@@ -81,7 +81,7 @@ async def loop(config: Config, tokenizer: Any, trainer: Trainer, engine: EngineP
     params = training_sampling_params(config, ChatTemplate(tokenizer))
     budgets = LoopBudgets(
         config.rollout_max_response_len,
-        config.rollout_max_context_len,
+        config.context_limit,
         max_turns=config.max_turns,
         max_observation_tokens=config.max_observation_tokens,
     )

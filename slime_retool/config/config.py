@@ -279,10 +279,16 @@ class Config(
         batch = max(self.rollout_batch_size or 0, self.over_sampling_batch_size or 0)
         return batch * (BATCHES_OPEN if self.max_staleness else 1)
 
+    @property
+    def context_limit(self) -> int | None:
+        """Tokens that a prompt and a generated response may have together: --rollout-max-context-len, else the model's
+        positions. None where neither is known."""
+        return self.max_position_embeddings if self.rollout_max_context_len is None else self.rollout_max_context_len
+
     def response_limit(self, prompt_length: int) -> int:
         """Tokens that a response may have, observations included: --rollout-max-response-len, or what its prompt leaves
-        of --rollout-max-context-len where that is less."""
-        most, context = self.rollout_max_response_len, self.rollout_max_context_len
+        of the context where that is less."""
+        most, context = self.rollout_max_response_len, self.context_limit
         return most if context is None else min(most, context - prompt_length)
 
     def fits_context(self, length: int) -> bool:

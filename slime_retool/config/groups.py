@@ -241,7 +241,11 @@ class RolloutArgs:
     )
     overlong_penalty_factor: float = flag(1.0, above=0, help="The most that --overlong-buffer-len takes off a reward.")
     rollout_max_response_len: int = flag(1024, min=1, help="Tokens of one response, observations included.")
-    rollout_max_context_len: int | None = flag(None, min=1, help="Tokens of prompt and response together.")
+    rollout_max_context_len: int | None = flag(
+        None,
+        min=1,
+        help="Tokens of prompt and response together (default where responses are generated: the model's positions).",
+    )
     rollout_temperature: float = flag(1.0, above=0, help="Sampling temperature; the trainer divides logits by it.")
     rollout_top_p: float = flag(1.0, above=0, max=1, help="Nucleus sampling.")
     rollout_top_k: int = flag(-1, min=1, off=-1, help="Sample among the k likeliest tokens (-1: all).")

@@ -44,9 +44,11 @@ async def evaluate(
     """Generate and score `n_samples_per_eval_prompt` responses to every prompt of every set.
 
     Returns the metrics of `rollout.eval_metrics`. Samples lost to outages are not part of an accuracy, and counted in
-    `failed`. Each transcript is written as it ends, to `output_dir/eval/<name>_<rollout_id>.jsonl`; with `resume`
-    those that are there already are not generated again (the weights must be the same), and with `config.rescore` they
-    are all scored again before anything else; then what only scores depend on may have changed.
+    `failed`; a prompt that leaves no room for a response counts as one that got an empty, truncated one.
+
+    Each transcript is written as it ends, to `output_dir/eval/<name>_<rollout_id>.jsonl`; with `resume` those that are
+    there already are not generated again (the weights must be the same), and with `config.rescore` they are all scored
+    again before anything else; then what only scores depend on may have changed.
 
     Raises RolloutError when no sample of a set could be scored, ConfigError when `resume` meets samples of another
     evaluation, and whatever a hook raises that is not a RolloutError.
@@ -92,7 +94,8 @@ async def evaluate(
         async def run(name: str, sample: Sample) -> Sample:
             done = transcripts[name].done.get(sample.index)
             if done is None:
-                done = await run_sample(config, hooks, sample, params, with_ids=context.chat is None)
+                with_ids = context.chat is None
+                done = await run_sample(config, hooks, sample, params, with_ids=with_ids, answers_all=True)
                 transcripts[name].add(done)
             bar.update()
             return done
@@ -109,6 +112,11 @@ async def evaluate(
             logger.warning(
                 "evaluation set %r: %d of %d samples failed and are no part of its metrics; %d of them with: %s",
                 name, sum(errors.values()), len(done), times, error,
+            )  # fmt: skip
+        if unasked := [sample.error for sample in done if sample.status in USABLE and sample.error]:
+            logger.warning(
+                "evaluation set %r: %d of %d samples got no response and count as such; the first: %s",
+                name, len(unasked), len(done), unasked[0],
             )  # fmt: skip
         metrics |= await asyncio.to_thread(set_metrics, name, done, config)
     return metrics
@@ -129,7 +137,7 @@ def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list
         "tools": {name: config.__dict__[name] for name in TOOLS},
         "scoring": config.rm_type,
         "hooks": public_values(*config.hook_args),
-        "context_len": config.rollout_max_context_len,
+        "context_len": config.context_limit,
         "prompts": len(samples),
         # Tells sets apart that have as many prompts.
         "data": hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest(),

@@ -32,14 +32,14 @@ def check_prompt(args: Config, sample: Sample) -> None:
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Render the prompt, let the engine answer once, and record exactly the ids and log-probs it returned.
 
-    Raises EngineError, and RolloutError when the prompt leaves no room for an answer.
+    Raises EngineError, and PromptTooLong when the prompt leaves no room for an answer.
     """
     context, limit = current_context(), sampling_params["max_new_tokens"]
     if context.chat is not None:
         budgets = LoopBudgets(max_response_tokens=limit)
         return await run_chat_loop(context.chat, ToolRegistry(), sample, sampling_params, budgets, [])
     assert context.engine is not None, "generation needs an engine"
-    budgets = LoopBudgets(max_response_tokens=limit, max_context_tokens=args.rollout_max_context_len)
+    budgets = LoopBudgets(max_response_tokens=limit, max_context_tokens=args.context_limit)
     budgets.start(sample, context.template.prompt_ids(sample.prompt, sample.tools), context.tokenizer.decode)
     params = {**sampling_params, "max_new_tokens": budgets.remaining(sample)}
     completion = await context.engine.generate(list(sample.tokens), params, session=str(sample.index))

@@ -16,7 +16,7 @@ from typing import Any
 from slime_retool.config import Config
 from slime_retool.data.rows import RowCheck
 from slime_retool.engine.process import ServerError
-from slime_retool.errors import ConfigError, RolloutError, TrainerDied, UserError
+from slime_retool.errors import ConfigError, PromptTooLong, RolloutError, TrainerDied, UserError
 from slime_retool.protocols import GenerateFn, load_function, load_module
 from slime_retool.reward.runner import RewardRunner
 from slime_retool.rollout.context import current_attempts
@@ -102,11 +102,18 @@ def row_checks(config: Config) -> list[RowCheck]:
 
 
 async def run_sample(
-    config: Config, hooks: Hooks, sample: Sample, sampling_params: dict[str, Any], *, with_ids: bool = True
+    config: Config,
+    hooks: Hooks,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    *,
+    with_ids: bool = True,
+    answers_all: bool = False,
 ) -> Sample:
     """Generate and score one sample; returns it COMPLETED, TRUNCATED, ABORTED or FAILED.
 
-    `with_ids`: the sample must hold the ids that the model wrote (a chat API returns none).
+    `with_ids`: the sample must hold the ids that the model wrote (a chat API returns none). `answers_all`: a prompt
+    that leaves no room for a response gets an empty, TRUNCATED one, and is scored, where it would be FAILED.
 
     Raises whatever a hook raises that is not a RolloutError, and ConfigError when `generate` returns anything but a
     generated, consistent sample.
@@ -116,10 +123,16 @@ async def run_sample(
     attempts = current_attempts()
     attempt = attempts.begin(sample)
     try:
-        with timed("generate", spans):
-            generated = await hooks.generate(config, sample, dict(sampling_params))
-        _check_generated(generated, sample.index, hooks.generate_path, with_ids)
-        sample = attempt.sample = generated
+        try:
+            with timed("generate", spans):
+                generated = await hooks.generate(config, sample, dict(sampling_params))
+        except PromptTooLong as error:
+            if not answers_all:
+                raise
+            sample.status, sample.error = SampleStatus.TRUNCATED, str(error)
+        else:
+            _check_generated(generated, sample.index, hooks.generate_path, with_ids)
+            sample = attempt.sample = generated
         if sample.status in USABLE:
             where = hooks.reward_path
             with hooks.reward_time, timed("reward", spans):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime_retool.errors import ConfigError, EngineError, RolloutError
+from slime_retool.errors import ConfigError, EngineError, PromptTooLong
 from slime_retool.protocols import Completion, GenerationEngine
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult, Turn
 from slime_retool.tool_use.format import ToolFormat
@@ -65,16 +65,17 @@ class LoopBudgets:
     def start(self, sample: Sample, prompt: list[int], decode: Callable[[list[int]], str] | None = None) -> None:
         """Begin `sample` anew with these ids; `decode` gives their text, to see whether they end in a thought.
 
-        Raises RolloutError when they leave no room for a response.
+        Raises PromptTooLong when they leave no room for a response.
         """
         sample.reset()
         sample.tokens = prompt
         tail = "" if decode is None else decode(prompt[-_TAIL:])
         sample.begins_in_thought = tail.rstrip().endswith(OPEN_THOUGHT)
         if self.remaining(sample) < 1:
-            raise RolloutError(
-                f"a prompt of {len(prompt)} tokens leaves no room for a response within --rollout-max-context-len "
-                f"{self.max_context_tokens}; raise it, or leave such prompts out with --rollout-max-prompt-len"
+            raise PromptTooLong(
+                f"a prompt of {len(prompt)} tokens leaves no room for a response within {self.max_context_tokens} "
+                "(--rollout-max-context-len, by default the model's positions); raise it, or leave such prompts out of "
+                "training with --rollout-max-prompt-len"
             )
 
     def calls_left(self, sample: Sample) -> int:
@@ -126,7 +127,7 @@ async def run_tool_loop(
 
     It always starts from the prompt: what an earlier try left (an aborted or failed one, say) is dropped.
 
-    Raises EngineError or ToolUnavailable on an outage, RolloutError when the prompt leaves no room for a response.
+    Raises EngineError or ToolUnavailable on an outage, PromptTooLong when the prompt leaves no room for a response.
     """
     budgets.start(sample, tool_format.prompt_ids(sample.prompt), tool_format.text)
     params = _with_stop(sampling_params, tool_format.stop)

@@ -67,7 +67,7 @@ async def generate_with_tools(
     registry.require(schemas)
     budgets = LoopBudgets(
         max_response_tokens=sampling_params.get("max_new_tokens", args.rollout_max_response_len),
-        max_context_tokens=args.rollout_max_context_len,
+        max_context_tokens=args.context_limit,
         max_turns=args.max_turns,
         max_tool_calls=args.max_tool_calls,
         max_observation_tokens=args.max_observation_tokens,
