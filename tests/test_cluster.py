@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -51,17 +52,20 @@ def test_a_private_ray_that_starts_too_slowly_is_started_again_and_other_errors_
     assert outcomes == []
 
 
-def known(monkeypatch: pytest.MonkeyPatch, workers: int, **values: object) -> list[str]:
+def known(monkeypatch: pytest.MonkeyPatch, workers: int, *, device: str = "cuda", **values: object) -> list[str]:
     monkeypatch.setattr(EngineAdmin, "tensor_parallel_size", lambda self: workers)
-    config = Config(device="cuda", rollout_external_urls=["http://10.0.0.2:1/", "http://10.0.0.3:1"], **values)
+    config = Config(device=device, rollout_external_urls=["http://10.0.0.2:1/", "http://10.0.0.3:1"], **values)
     return Engines(config).start()
 
 
-def test_external_engines_have_the_size_that_ranks_are_counted_by(monkeypatch) -> None:
-    assert known(monkeypatch, 2, rollout_num_gpus_per_engine=2) == ["http://10.0.0.2:1", "http://10.0.0.3:1"]
-    assert known(monkeypatch, 4, update_weight_disk_dir="/shared") != []  # files do not count workers
+@pytest.mark.parametrize("device", ["cuda", "cpu"])  # of this run, whatever the servers have
+def test_external_engines_have_the_size_that_ranks_are_counted_by(device: str, monkeypatch) -> None:
+    sized = partial(known, monkeypatch, device=device)
+    assert sized(2, rollout_num_gpus_per_engine=2) == ["http://10.0.0.2:1", "http://10.0.0.3:1"]
+    assert sized(4, update_weight_disk_dir="/shared") != []  # files do not count workers
+    assert sized(4, debug_rollout_only=True) != []  # nothing is sent to them
     with pytest.raises(ConfigError, match="10.0.0.2:1 has 4 tensor-parallel workers, the flags say 1.*per-engine 4"):
-        known(monkeypatch, 4)
+        sized(4)
 
 
 @pytest.mark.parametrize(("rank", "taken"), [(0, False), (3, False), (4, True)])

@@ -160,7 +160,8 @@ class Engines:
                     "or use --lora-weight-update merged",
                 )
             expected = engine_workers(config)
-            if workers != expected and config.weight_transport == "broadcast":
+            counted = config.weight_transport == "broadcast" and not config.debug_rollout_only
+            if workers != expected and counted:
                 raise ConfigError(
                     f"--rollout-external-urls: {engine.url} has {workers} tensor-parallel workers, the flags say "
                     f"{expected}; set --rollout-num-gpus-per-engine {workers} (all external "

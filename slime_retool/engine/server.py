@@ -58,8 +58,8 @@ SPARE_CONTEXT = 8
 
 
 def engine_workers(config: Config) -> int:
-    """Tensor-parallel workers of one engine; a CPU has one."""
-    return config.rollout_num_gpus_per_engine if config.on_cuda else 1
+    """Tensor-parallel workers of one engine. One that this run starts on a CPU has one; external ones are elsewhere."""
+    return config.rollout_num_gpus_per_engine if config.on_cuda or config.rollout_external_urls else 1
 
 
 def server_flags(config: Config, *, rank: int = 0) -> Flags:
