@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from rollout_hooks import scripted_context
+from test_config import argv, run_args  # noqa: F401
 
 from slime_retool.commands.eval import _as_evaluation, table
 from slime_retool.commands.eval import main as eval_main
-from slime_retool.config import Config, flag
-from slime_retool.config.validate import check_batches
+from slime_retool.config import Config, flag, parse_config, resolve, validate
+from slime_retool.config.validate import check_batches, validate_evaluation
 from slime_retool.engine.server import kv_tokens
 from slime_retool.errors import ConfigError, EngineError, RewardError, ToolUnavailable
 from slime_retool.rollout.chat_endpoint import ChatEndpoint, _is_near
@@ -672,6 +673,17 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, flags, message):
     assert eval_main([*flags, "--output-dir", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_an_evaluation_takes_the_flags_of_an_sft_run(run_args, tmp_path):  # noqa: F811
+    sft = "--loss-type sft_loss --calculate-per-token-loss --disable-compute-advantages-and-returns --debug-train-only "
+    sft += f"--n-samples-per-prompt 1 --input-key messages --eval-input-key prompt --save {tmp_path}/save "
+    sft += "--rollout-function-path slime_retool.rollout.sft_rollout.generate_rollout"
+    evaluation = ["--eval-prompt-data", "a", run_args["--prompt-data"], "--output-dir", str(tmp_path / "out")]
+    config = _as_evaluation(parse_config([*argv(run_args), *sft.split(), *evaluation]))
+    validate_evaluation(config)
+    validate(resolve(config))
+    assert config.num_engines == 1 and not config.loss.supervised
 
 
 def test_an_evaluation_is_not_refused_for_a_batch_and_its_cache_holds_more_than_one_sample():

@@ -93,6 +93,8 @@ def _as_evaluation(config: Config) -> Config:
         config,
         debug_rollout_only=True,
         debug_train_only=False,
+        # A supervised loss generates nothing; no other is computed here.
+        loss_type=Config.loss_type if config.loss.supervised else config.loss_type,
         eval_interval=1,
         num_rollout=0,
         num_epoch=None,
