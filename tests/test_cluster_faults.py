@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import socket
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from test_engine_upkeep import Parts, kept, quick  # noqa: F401 (a fixture)
 
+from slime_retool.cluster import trainers as trainers_module
 from slime_retool.cluster.cluster import Cluster
 from slime_retool.cluster.engines import Engines as RealEngines
+from slime_retool.cluster.trainers import Trainers as RealTrainers
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin
-from slime_retool.errors import TrainerDied, WeightUpdateError
+from slime_retool.errors import SaveError, TrainerDied, WeightUpdateError
 
 
 class Trainers:
@@ -229,3 +232,53 @@ def test_engines_with_devices_of_their_own_start_while_trainers_train():
     made.begin_update()
     made.begin_generation()
     assert ("hold",) in calls and calls[-1] == ("let_go",)
+
+
+class Writing:
+    """A rank that answers looks at its save with `outcomes`, one after the other, and with None from then on."""
+
+    def __init__(self, *outcomes: float | Exception | None) -> None:
+        self.outcomes = list(outcomes)
+
+    def trainer(self, method: str, wait: bool) -> float | None:
+        assert (method, wait) == ("finish_save", False), "this rank would wait for one that may have failed"
+        outcome = self.outcomes.pop(0) if self.outcomes else None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+@pytest.fixture
+def saving(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trainers whose policy and critic have ranks of their own, which write a save in the background."""
+
+    def call(ranks: list[Any], method: str, *arguments: Any, **options: Any) -> list[Any]:
+        return [rank.trainer(*arguments) for rank in ranks] if method == "trainer" else []
+
+    monkeypatch.setattr(trainers_module, "call", call)
+    monkeypatch.setattr(trainers_module, "results", lambda answers, died: answers)
+    monkeypatch.setattr(trainers_module, "death_of", lambda ranks: None)
+    monkeypatch.setattr(trainers_module, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+    def made(policy: list[Writing], critic: list[Writing]) -> RealTrainers:
+        trainers = RealTrainers(Config(device="cpu"), [], several_hosts=False)
+        trainers._groups = [policy, critic]
+        trainers.save(3, {}, background=True)
+        return trainers
+
+    return made
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_critic_that_cannot_save_is_heard_of_while_the_policy_waits_for_its_checkpoint(saving: Any, wait: bool):
+    trainers = saving([Writing(), Writing()], [Writing(None), Writing(SaveError("no room"))])
+    with pytest.raises(SaveError, match="no room"):
+        trainers.finish_save(wait=wait)
+    trainers.settle_save()  # asks no rank: what goes on there never ends
+
+
+def test_a_save_has_ended_when_every_rank_of_every_model_has_written_it(saving: Any):
+    trainers = saving([Writing(None, None, 2.5), Writing(1.0)], [Writing(None, 4.0)])
+    assert [trainers.finish_save(wait=False) for _ in range(3)] == [None, None, 4.0]
+    waited = saving([Writing(None, None, 2.5)], [Writing(None, 1.5), Writing(None, None, None, 2.0)])
+    assert waited.finish_save(wait=True) == 2.5

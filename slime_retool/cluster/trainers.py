@@ -23,6 +23,8 @@ from slime_retool.types import RolloutBatch, TrainSample
 
 CLOCK_EXCHANGES = 5
 """With each trainer, to see how far apart the clocks are."""
+SAVE_POLL_SECONDS = 0.1
+"""Between two looks at a save that is waited for."""
 
 
 def _make_actors(config: Config, slots: list[Slot], roles: str, several_hosts: bool) -> list[Any]:
@@ -47,7 +49,10 @@ class Trainers:
         self._config, self._slots, self._several_hosts = config, slots, several_hosts
         self._groups: list[list[Any]] = []
         """Actors of the ranks of each group."""
-        self._saving = False
+        self._writing: list[Any] = []
+        """Actors whose share of the last save may not be written yet."""
+        self._save_seconds = 0.0
+        """The longest time that a rank took for the last save, of those that have written it."""
         self._turn = threading.Lock()
         """Ranks must be called in one order: every call is collective."""
         self._moved_on = True
@@ -120,7 +125,7 @@ class Trainers:
 
         With `background` it returns when it has been copied; `finish_save` comes before the next one.
         """
-        self._saving = background
+        self._writing, self._save_seconds = sum(self._groups, []) if background else [], 0.0
         with self._turn:
             # The policy's last: a checkpoint of it never lacks the critic's.
             for group in reversed(self._groups):
@@ -129,20 +134,31 @@ class Trainers:
                 self._results(first + call(group[1:], "save", rollout_id, {}, background=background))
 
     def finish_save(self, *, wait: bool) -> float | None:
-        """Seconds that writing the last save took, once it is complete on all ranks; None while it goes on."""
+        """Seconds that writing the last save took, once it is complete on all ranks; None while it goes on.
+
+        Raises SaveError as soon as any rank failed.
+        """
         with self._turn:
-            # The policy's checkpoint comes into force last, and then on all ranks within moments.
-            seconds = self._results(call(self._policy[:1], "trainer", "finish_save", wait))
-            if seconds == [None] and not wait:
-                return None
-            self._saving = False
-            seconds += self._results(call(sum(self._groups, []), "trainer", "finish_save", True))
-            return max((each for each in seconds if each is not None), default=None)
+            # No rank is waited for while another one may have failed: the policy's thread waits for the critic's
+            # folder, which never comes when the critic could not write it.
+            while self._writing:
+                try:
+                    answers = self._results(call(self._writing, "trainer", "finish_save", False))
+                except Exception:
+                    self._writing = []  # it will not be whole, so nothing is left to settle
+                    raise
+                self._save_seconds = max([self._save_seconds, *(each for each in answers if each is not None)])
+                self._writing = [each for each, seconds in zip(self._writing, answers, strict=True) if seconds is None]
+                if self._writing and not wait:
+                    return None
+                if self._writing:
+                    time.sleep(SAVE_POLL_SECONDS)
+            return self._save_seconds
 
     def settle_save(self) -> None:
         """Where the run fails: give a save that goes on the time to be complete; never raises."""
-        if self._saving:
-            waiting = call(sum(self._groups, []), "trainer", "finish_save", True)
+        if self._writing:
+            waiting = call(self._writing, "trainer", "finish_save", True)
             quietly("a save", lambda: ray.get(waiting, timeout=STOP_SECONDS))
 
     def offload(self, *, keep_weights: bool = False) -> None:
@@ -235,7 +251,7 @@ class Trainers:
     def kill(self) -> None:
         """End all ranks at once, wherever they are; `start` starts others."""
         groups, self._groups = self._groups, []
-        self._moved_on, self._saving = True, False
+        self._moved_on, self._writing = True, []
         for actor in sum(groups, []):
             quietly("trainers", partial(ray.kill, actor))
 
