@@ -378,6 +378,32 @@ def test_the_world_that_engines_have_anyway_may_be_named():
     check_engines(parse_config("--sglang-dp-size 1 --sglang-pp-size=1 --sglang-nnodes 1 --sglang-node-rank 0".split()))
 
 
+# Heads and key/value heads of Qwen2.5-7B, 0.5B and 1.5B, and of Qwen3-4B; then an MLP that does not divide.
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "sizes", "instead"),
+    [
+        (28, 4, 18944, [1, 2, 4], 4),
+        (14, 2, 4864, [1, 2], 2),
+        (12, 2, 8960, [1, 2, 4], 4),
+        (32, 8, 9728, [1, 2, 4, 8], 8),
+        (32, 32, 1028, [1, 2, 4], 4),
+    ],
+)
+def test_an_engine_has_no_more_workers_than_divide_its_model(heads, groups, width, sizes, instead):
+    """As SGLang asserts: `heads % tp == 0`, and `kv_heads % tp == 0` or, beyond, `tp % kv_heads == 0`."""
+    model = {"num_attention_heads": heads, "group_query_attention": groups != heads, "ffn_hidden_size": width}
+    model |= {"num_query_groups": groups} if groups != heads else {}
+    for workers in (1, 2, 4, 8):
+        config = Config(**model, device="cuda", rollout_num_gpus=8, rollout_num_gpus_per_engine=workers)
+        if workers in sizes:
+            check_engines(config)
+        else:
+            with pytest.raises(ConfigError, match=rf"engine {workers} must divide .*\({heads}\).*; use {instead}$"):
+                check_engines(config)
+    urls = ["http://10.0.0.2:1"]
+    check_engines(Config(**model, rollout_external_urls=urls, rollout_num_gpus_per_engine=8))  # which runs already
+
+
 @pytest.mark.parametrize(
     ("flags", "numbers"),
     [

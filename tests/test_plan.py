@@ -478,6 +478,19 @@ def test_what_a_run_would_be_refused_for_is_not_planned(extra, capsys):
     assert WRONG[extra] in error and error.count("\n") == 1
 
 
+def test_no_engine_is_suggested_that_cannot_start():
+    """28 query heads: 4 workers, and not 8."""
+    config = config_of(
+        "qwen2.5-7B", actor_num_gpus_per_node=8, rollout_num_gpus=8, sglang_mem_fraction_static=0.3,
+        rollout_max_response_len=200_000, use_dynamic_batch_size=True, max_tokens_per_gpu=8192,
+        tensor_model_parallel_size=4, sequence_parallel=True, **RECOMPUTE,
+    )  # fmt: skip
+    plan = plan_of(config, "a100", 256, 16000)
+    assert "an engine's cache holds" in plan.problems[0]
+    changes = changes_that_fit(config, CARDS["a100"], plan.workload)
+    assert [change.flags for change in changes] == ["--rollout-num-gpus-per-engine 4"]
+
+
 def test_engines_that_others_run_are_left_as_they_are():
     config = config_of("qwen3-4B", rollout_external_urls=["http://a:1", "http://b:1"], sglang_mem_fraction_static=0.3)
     plan = plan_of(config, "h200", 256, 4000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
-from megatron_bridge.model_config import nearest_divisor
+from megatron_bridge.model_config import nearest_divisor, query_groups, required
 from slime_retool.config.config import Config
 from slime_retool.config.groups import TRANSPORTS
 from slime_retool.config.require import require
@@ -108,6 +108,8 @@ def check_engines(config: Config) -> None:
             f"--rollout-num-gpus-per-engine {per_engine} does not divide the {total} GPUs used for generation; "
             f"the nearest size that does is {nearest_divisor(total, per_engine)}"
         )
+    if config.num_attention_heads is not None and not config.rollout_external_urls:
+        _check_workers(config, total)
     transport = config.weight_transport
     if transport not in TRANSPORTS:
         known = f"auto, {', '.join(TRANSPORTS)}, or the dotted path of a Transport"
@@ -143,6 +145,26 @@ def check_engines(config: Config) -> None:
         not config.check_weight_update_equal or not placed,
         "--check-weight-update-equal compares experts where they are in the checkpoint; drop it, or "
         f"{', '.join(placed)}",
+    )
+
+
+def _check_workers(config: Config, total: int) -> None:
+    """SGLang gives every worker of an engine as many heads, and as much of a dense MLP; it asserts that they divide."""
+    heads, groups = required(config, "num_attention_heads"), query_groups(config)
+    # Mixtures have flags of SGLang's own for how their MLPs are laid out.
+    width = 0 if config.num_experts is not None else config.ffn_hidden_size or 0
+
+    def divides(workers: int) -> bool:
+        # A key/value head may be on several workers.
+        return not (heads % workers or (groups % workers and workers % groups) or width % workers)
+
+    workers = config.rollout_num_gpus_per_engine
+    sizes = [size for size in range(1, total + 1) if total % size == 0 and divides(size)]
+    of_width = f", and divide its --ffn-hidden-size ({width})" if width else ""
+    require(
+        divides(workers),
+        f"--rollout-num-gpus-per-engine {workers} must divide the model's query heads ({heads}), divide its key/value "
+        f"heads ({groups}) or be a multiple of them{of_width}; use {min(sizes, key=lambda size: abs(size - workers))}",
     )
 
 
