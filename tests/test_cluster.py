@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -179,3 +180,21 @@ def test_engines_that_are_sent_adapters_alone_keep_their_weights(update, given_b
     assert [sorted(call.args[0]) for call in engine.release_memory.call_args_list] == [given_back]
     engines.resume_memory("weights")
     assert engine.resume_memory.call_count == ("weights" in given_back)
+
+
+@pytest.mark.parametrize(("started", "sent"), [("auto", "auto"), ("dummy", "auto"), ("flash_rl", "flash_rl")])
+def test_a_folder_of_weights_is_read_whatever_format_a_server_started_with(started, sent, monkeypatch) -> None:
+    """SGLang reads one with the loader of the request's format, else of --load-format; it has none for "dummy"."""
+    asked = []
+
+    def request(self: EngineAdmin, path: str, body: dict[str, object] | None) -> str:
+        if body is None:
+            return json.dumps({"load_format": started})
+        asked.append((path, body))
+        return json.dumps({"success": True})
+
+    monkeypatch.setattr(EngineAdmin, "_request", request)
+    EngineAdmin("http://10.0.0.2:1").update_weights_from_disk("/weights")
+    assert asked == [
+        ("/update_weights_from_disk", {"model_path": "/weights", "flush_cache": False, "load_format": sent})
+    ]

@@ -319,10 +319,16 @@ class StandIn(BaseHTTPRequestHandler):
             weight_map = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
             files = {file: load_file(place / file) for file in set(weight_map.values())}
             self.loaded |= {name: files[file][name] for name, file in weight_map.items()}
+        self._reply(b"{}")
+
+    def do_GET(self) -> None:
+        self._reply(b'{"load_format": "auto"}')
+
+    def _reply(self, body: bytes) -> None:
         self.send_response(200)
-        self.send_header("Content-Length", "2")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None: ...
 

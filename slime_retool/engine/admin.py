@@ -33,6 +33,8 @@ from slime_retool.errors import WeightUpdateError
 
 ADAPTER = "policy"
 """What requests call the LoRA adapters of the newest weight update, where engines have them apart."""
+QUANTIZING = "flash_rl"
+"""The --load-format of a server that quantizes what it reads: read in another one, weights would stay as they are."""
 MemoryTag = Literal["weights", "kv_cache"]
 
 
@@ -140,7 +142,10 @@ class EngineAdmin:
 
     def update_weights_from_disk(self, path: str) -> None:
         """Load a Hugging Face checkpoint folder. The cache is not flushed: call `flush_cache`."""
-        self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+        # Without a format SGLang takes that of its start, and refuses where that was no reading of files ("dummy").
+        own = self._get("/server_info", "load_format")
+        body = {"model_path": path, "flush_cache": False, "load_format": own if own == QUANTIZING else "auto"}
+        self._post("/update_weights_from_disk", body)
 
     def adapter_rank(self) -> int:
         """The largest rank of LoRA adapters that the server takes; 0 where it takes none."""
