@@ -122,9 +122,13 @@ def test_held_out_conversations_are_tokenized_like_training_ones_in_file_order(t
     assert [(list(sample.tokens), list(sample.loss_mask)) for sample in samples] == expected
     with pytest.raises(DataError, match="'held', conversation 2: .*<.im_end"):
         held_out(tmp_path, [SHORT, REFUSED])
-    with pytest.raises(DataError, match="too few of its 1 conversations"):
+    with pytest.raises(DataError, match="none of its 1 conversations has at most --rollout-max-context-len 9"):
         held_out(tmp_path, [LONG], "--rollout-max-context-len", "9")
-    assert len(held_out(tmp_path, [SHORT] * 3, "--actor-num-gpus-per-node", "2")["held"]) == 2
+
+
+@pytest.mark.parametrize("ranks", ["1", "2", "8"])
+def test_the_held_out_set_is_the_same_in_every_layout(tmp_path, ranks):
+    assert len(held_out(tmp_path, [SHORT] * 3, "--actor-num-gpus-per-node", ranks)["held"]) == 3
 
 
 def test_the_validation_loss_is_the_mean_over_supervised_tokens():

@@ -14,8 +14,8 @@ from slime_retool.types import Sample, TrainSample
 def held_out_samples(context: RolloutContext, eval_sets: dict[str, list[Sample]]) -> dict[str, list[TrainSample]]:
     """Every conversation of every set as ids and mask, in file order; those longer than `rollout_max_context_len` not.
 
-    Their number is cut to a multiple of the data-parallel size, as the trainer's schedule needs. Raises DataError for a
-    conversation that cannot be tokenized (a metric over another set each time would tell nothing) and for an empty set.
+    Raises DataError for a conversation that cannot be tokenized (a metric over another set each time would tell
+    nothing), and for a set of which none is left.
     """
     config = context.config
     found: dict[str, list[TrainSample]] = {}
@@ -28,12 +28,10 @@ def held_out_samples(context: RolloutContext, eval_sets: dict[str, list[Sample]]
                 raise DataError(f"held-out set {name!r}, conversation {sample.index + 1}: {error}") from error
             if config.fits_context(train_sample.length):
                 kept.append(train_sample)
-        kept = kept[: len(kept) - len(kept) % config.data_parallel_size]
         if not kept:
             raise DataError(
-                f"held-out set {name!r}: too few of its {len(samples)} conversations have at most "
-                f"--rollout-max-context-len {config.rollout_max_context_len} tokens for {config.data_parallel_size} "
-                "data-parallel rank(s)"
+                f"held-out set {name!r}: none of its {len(samples)} conversations has at most "
+                f"--rollout-max-context-len {config.rollout_max_context_len} tokens; raise it, or give shorter ones"
             )
         found[name] = kept
     return found
