@@ -118,13 +118,17 @@ def sums(pieces: Sequence[Piece]) -> dict[str, float]:
         else:
             driver[piece.name] += piece.seconds
     found = {f"perf/{name}_seconds": driver[name] for name in PHASES}
+    found["perf/log_probs_seconds"] += driver["values"]
+    if driver["train critic"] and not any(piece.lane.startswith("critic") for piece in pieces):
+        found["perf/critic_seconds"] = driver["train critic"]  # else it is beside the policy's
+    found["perf/idle_seconds"] = driver["step"] - driver["save"] - waited - sum(found.values())
     found["perf/step_seconds"] = driver["step"] - driver["save"] - waited
-    found["perf/idle_seconds"] = found["perf/step_seconds"] - sum(driver[name] for name in PHASES)
     if driver["evaluation"]:
         found["perf/eval_seconds"] = driver["evaluation"]
-    for name in ("log_probs", "train"):  # the slowest rank's is the metric
-        if ranks[name]:
-            found[f"perf/{name}_seconds of ranks"] = max(ranks[name].values())
+    for metric, names in {"log_probs": ("values", "log_probs"), "train": ("train",)}.items():
+        slowest = [max(ranks[name].values()) for name in names if ranks[name]]
+        if slowest:  # which is the metric
+            found[f"perf/{metric}_seconds of ranks"] = sum(slowest)
     return found
 
 

@@ -208,11 +208,14 @@ class Phases:
 
     NAMES = ("generate", "log_probs", "train", "sync", "offload")
 
-    def __init__(self, show: Callable[[str], None] = lambda name: None) -> None:
-        """`show` is told the name of each phase as it begins."""
+    def __init__(self, show: Callable[[str], None] = lambda name: None, *, critic: bool = False) -> None:
+        """`show` is told the name of each phase as it begins.
+
+        critic: training the critic is a phase too, after that of the policy; else it is beside it, or there is none.
+        """
         self._show = show
         self._started, self._start = time.monotonic(), time.time()
-        self._seconds = dict.fromkeys(self.NAMES, 0.0)
+        self._seconds = dict.fromkeys((*self.NAMES, "critic") if critic else self.NAMES, 0.0)
         self._left_out = 0.0
         self.spans: list[Span] = []
         """Of every phase, of whatever else is timed, and at the end of the step."""

@@ -269,7 +269,7 @@ class Loop:
             if rollout_id in config.profile_rollout:
                 profiler = StepProfiler(config, rollout_id, self._rollout, cluster.trainers, cluster.engines)
                 stack.enter_context(closing(profiler))
-            phases = Phases(self._show_phase)
+            phases = Phases(self._show_phase, critic=config.uses_critic and len(config.trainer_groups) == 1)
             metrics = self._step(rollout_id, phases)
             self._show(bar, rollout_id, metrics)
             try:

@@ -18,6 +18,7 @@ from slime_retool.cluster.trainers import Trainers as RealTrainers
 from slime_retool.config import Config
 from slime_retool.engine.admin import EngineAdmin
 from slime_retool.errors import SaveError, TrainerDied, WeightUpdateError
+from slime_retool.types import RolloutBatch
 
 
 class Trainers:
@@ -282,3 +283,15 @@ def test_a_save_has_ended_when_every_rank_of_every_model_has_written_it(saving: 
     assert [trainers.finish_save(wait=False) for _ in range(3)] == [None, None, 4.0]
     waited = saving([Writing(None, None, 2.5)], [Writing(None, 1.5), Writing(None, None, None, 2.0)])
     assert waited.finish_save(wait=True) == 2.5
+
+
+def test_the_seconds_of_a_separate_critics_values_add_to_those_of_the_policys_passes(saving: Any, monkeypatch):
+    """The policy waits for the values."""
+    answers = {
+        "optimize": {"train/loss": 1.0, "perf/log_probs_seconds": 2.0},
+        "train_critic": {"critic/loss": 3.0, "perf/log_probs_seconds": 0.5},
+    }
+    monkeypatch.setattr(trainers_module, "ray", SimpleNamespace(put=lambda value: value))
+    rank = SimpleNamespace(trainer=lambda method, *arguments: answers.get(method))
+    metrics = saving([rank], [rank]).train(RolloutBatch([]), 0)
+    assert metrics == {"train/loss": 1.0, "critic/loss": 3.0, "perf/log_probs_seconds": 2.5}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.check_trace import SHARE, Piece, differences, lost, pieces_of, problems, read_trace
 from slime_retool.cluster import trainers
-from slime_retool.cluster.profiler import StepProfiler, tool_calls, with_tools_as_one
+from slime_retool.cluster.profiler import StepProfiler, tool_calls, trainer_phases, with_tools_as_one
 from slime_retool.cluster.trainers import CLOCK_EXCHANGES, Trainers
 from slime_retool.config import Config
 from slime_retool.engine.loads import LoadRecorder
@@ -166,6 +166,26 @@ def test_lanes_that_do_not_add_up_to_a_metric_are_told_of(factor: float, tmp_pat
         found = differences(pieces, METRICS | {name: metric * factor})
         expected = factor != 1.0 and metric > 0 and name != "perf/idle_seconds"  # that one is held to the whole step
         assert bool(found) == expected and all(line.startswith(name) for line in found), (name, found)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_critics_lanes_add_up_too(apart: bool, tmp_path: Path) -> None:
+    """Its values are of the forward-only passes; its training is a phase, unless it is beside the policy's."""
+    policy, critic = [span("log_probs", 4.6, 0.5), span("train", 5.1, 2)], [span("values", 4.1, 0.5)]
+    critic.append(span("train critic", *((5.1, 1.5) if apart else (7.1, 0.25))))
+    ranks = [("trainer rank 0", RankSpans(policy if apart else [*critic, *policy], []))]
+    ranks += [("critic rank 0", RankSpans(critic, []))] if apart else []
+    step = [each for each in STEP if each["name"] not in ("log_probs", "train")]
+    lanes = {"driver": {"step": units_of([*step, *trainer_phases(ranks)])}}
+    lanes["trainers"] = {name: units_of(spans.host) for name, spans in ranks}
+    metrics = METRICS | {"perf/critic_seconds": 1.5 if apart else 0.25}
+    metrics |= {} if apart else {"perf/idle_seconds": 0.25}
+    pieces = pieces_of(write(tmp_path / "t.json.gz", lanes, metrics))
+    assert differences(pieces, metrics) == []
+    wrong = metrics | {"perf/log_probs_seconds": 0.5}
+    assert {line.partition(":")[0] for line in differences(pieces, wrong)} == {
+        "perf/log_probs_seconds", "perf/log_probs_seconds of ranks"
+    }  # fmt: skip
 
 
 def test_a_rank_that_took_longer_than_the_metric_says_is_told_of(tmp_path: Path) -> None:

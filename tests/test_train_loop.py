@@ -402,6 +402,26 @@ def test_a_checkpoint_is_written_while_the_trainer_has_its_device_and_after_its_
     assert (row["perf/save_stall_seconds"], row["perf/step_seconds"], row["perf/idle_seconds"]) == (100, 7, 7)
 
 
+@pytest.mark.parametrize(("apart", "idle"), [(False, 1), (True, 4)])
+def test_training_the_critic_is_a_phase_unless_it_is_beside_the_policys(apart, idle, tmp_path, monkeypatch):
+    """A step of 10 s: 2 of passes, 4 of the policy's steps, 3 of the critic's, which add nothing beside these."""
+    measured = {"perf/log_probs_seconds": 2.0, "perf/train_seconds": 4.0, "perf/critic_seconds": 3.0}
+    clock = [0.0]
+
+    class Trained(Parts):
+        def train(self, batch: RolloutBatch, rollout_id: int) -> dict[str, float]:
+            clock[0] += 10
+            return measured
+
+    for module in ("train", "metrics", "types", "cluster.saves"):
+        monkeypatch.setattr(f"slime_retool.{module}.time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    values: dict[str, Any] = {"advantage_estimator": "ppo", "critic_num_nodes": 1 if apart else None, "save": None}
+    loop(tmp_path, Trained(), num_rollout=1, save_hf=None, **values).run()
+    row = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert (row["perf/step_seconds"], row["perf/idle_seconds"]) == (10, idle)
+    assert measured.items() <= row.items()
+
+
 class Clocked(SavingParts):
     """Steps of ten seconds each; a save is being written until the loop has waited for it, or looked `looks` times."""
 

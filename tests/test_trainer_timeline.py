@@ -71,6 +71,13 @@ def test_every_micro_batch_is_recorded_within_its_phase_and_training_stays_the_s
         assert all(span["tokens"] > 0 for span in spans.host if span["name"] in ("forward", "backward", "loss"))
 
 
+def test_the_critics_values_are_among_the_forward_only_passes() -> None:
+    ((metrics, _, spans),) = run_distributed(_train, 1, {"advantage_estimator": "ppo"}, True)
+    seconds = {span["name"]: span["seconds"] for span in spans.host}
+    assert metrics["perf/log_probs_seconds"] == pytest.approx(seconds["values"] + seconds["log_probs"], rel=1e-5)
+    assert metrics["perf/critic_seconds"] == seconds["train critic"]
+
+
 def test_a_gpus_work_is_timed_by_events_in_its_stream(monkeypatch) -> None:
     """The stream is behind the host, which asks for all of it at once; the last event ends when the host knows so."""
     stream, host = [100.0], [50.0]

@@ -12,7 +12,7 @@ from slime_retool.trace import RankSpans, Trace, trace_path, units_of
 from slime_retool.types import Span
 
 logger = logging.getLogger(__name__)
-TRAINER_PHASES = ("log_probs", "train")
+TRAINER_PHASES = ("values", "log_probs", "train", "train critic")
 """Phases of the step that ranks time themselves."""
 
 
@@ -80,7 +80,7 @@ class StepProfiler:
 
 
 def trainer_phases(ranks: Sequence[tuple[str, RankSpans]]) -> list[Span]:
-    """Log-probs and training as phases of the step: those of the slowest rank, as the step's metrics have them."""
+    """Passes and training as phases of the step: those of the slowest rank, as the step's metrics have them."""
     spans = [[span for _, rank in ranks for span in rank.host if span["name"] == name] for name in TRAINER_PHASES]
     return [max(each, key=lambda span: span["seconds"]) for each in spans if each]
 

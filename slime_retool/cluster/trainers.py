@@ -114,7 +114,9 @@ class Trainers:
                 call(policy, "trainer", "optimize", rollout_id)
                 + call(critic, "trainer", "train_critic", shared, rollout_id, values, returns)
             )
-            return metrics[0] | metrics[-1]
+            # The policy's processes wait for the values, so their seconds add to those of its own passes.
+            passes = metrics[0]["perf/log_probs_seconds"] + metrics[-1]["perf/log_probs_seconds"]
+            return metrics[0] | metrics[-1] | {"perf/log_probs_seconds": passes}
 
     def log_probs(self, samples: Sequence[TrainSample]) -> list[float]:
         """Log-prob of every learned token, one sample after the other; 0 for the others."""

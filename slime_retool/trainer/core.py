@@ -94,7 +94,7 @@ class Trainer:
         self._critic = Critic(config, self.timeline, dtype=dtype) if wants_critic else None
         self.writer = CheckpointWriter(pinned=config.on_cuda, timeout=WRITE_TIMEOUT)
         self._prepared: Prepared | None = None
-        self._prepare_seconds = 0.0
+        self._prepare_seconds = self._values_seconds = 0.0
 
     @property
     def actor(self) -> Actor:
@@ -137,8 +137,10 @@ class Trainer:
 
     def values(self, batch: RolloutBatch) -> Tensor:
         """The critic's value of every token [N], on every rank."""
-        with self.timeline.span("values"):
-            return self.critic.values(TrainBatch.from_samples(batch.samples))
+        with self.timeline.span("values") as span:
+            values = self.critic.values(TrainBatch.from_samples(batch.samples))
+        self._values_seconds = span["seconds"]
+        return values
 
     def prepare(self, batch: RolloutBatch, rollout_id: int, values: Tensor | None = None) -> Tensor | None:
         """Compute log-probs and advantages; with `values`, returns the critic's targets [N]. `optimize` comes next."""
@@ -158,7 +160,7 @@ class Trainer:
         batch = prepared.batch
         metrics["train/tokens"] = float(batch.num_tokens)
         metrics["train/loss_tokens"] = float(batch.segments.num_learned)
-        seconds = [self._prepare_seconds, 0.0]
+        seconds = [self._values_seconds, self._prepare_seconds, 0.0]
         log_probs = prepared.data.columns["old_log_probs"] if config.recomputes_log_probs else None
         if rollout_id >= config.policy_starts_at:
             compares = (
@@ -168,7 +170,7 @@ class Trainer:
             )
             with self.timeline.span("train") as span:
                 results = _steps(self.actor, prepared, first_per_token=compares)
-            seconds[1] = span["seconds"]
+            seconds[2] = span["seconds"]
             if compares:
                 assert results[0].per_token is not None
                 metrics |= mismatch_of_first_step(prepared, results[0].per_token)
@@ -182,8 +184,9 @@ class Trainer:
             )  # fmt: skip
         total = torch.tensor(seconds, dtype=torch.float32, device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)
-        metrics["perf/log_probs_seconds"], metrics["perf/train_seconds"] = total.tolist()
-        if seconds[1]:
+        values_seconds, prepare_seconds, metrics["perf/train_seconds"] = total.tolist()
+        metrics["perf/log_probs_seconds"] = values_seconds + prepare_seconds
+        if seconds[2]:
             metrics |= speed_metrics(config, batch, metrics["perf/train_seconds"], self.device)
         return metrics | memory_metrics(self.device)
 
@@ -195,6 +198,8 @@ class Trainer:
         with self.timeline.span("train critic") as span:
             results = _steps(self.critic, prepared)
         metrics = _averages("critic", results) | {"perf/critic_seconds": span["seconds"]}
+        if self._actor is None:  # in its processes `optimize` has them
+            metrics["perf/log_probs_seconds"] = self._values_seconds
         metrics["critic/explained_variance"] = explained_variance(segments, values, returns)
         if segments.num_learned:
             metrics["critic/value_mean"] = float(segments.select(values).mean())
