@@ -204,3 +204,11 @@ async def reward_by_letter(args: Config, sample: Sample) -> float:
     if letter == "o" or (letter == "p" and sample.index % args.n_samples_per_prompt >= 2):
         raise RewardError("the judge is down")
     return {"w": 0.0, "m": -1.0, "r": 2.0, "l": 0.5}.get(letter, float(sample.index % 2))
+
+
+RETURNED: list[Any] = []
+"""What `rollout_that_returns` gives back, one after the other."""
+
+
+async def rollout_that_returns(context: RolloutContext, data: DataSource, rollout_id: int) -> Any:
+    return RETURNED.pop(0)

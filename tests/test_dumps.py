@@ -111,6 +111,7 @@ def test_what_an_attempt_left_that_went_further_takes_no_place_of_the_newest(tmp
     for number in (1, 2, 7, 8):  # the run went back to 2
         dump_path(tmp_path, "rollout", number, compressed=False).write_text("")
     prune_dumps(tmp_path, 1, 2)
+    prune_dumps(tmp_path, 1, 0)  # before which there is nothing
     assert names(tmp_path) == [f"rollout_00000{number}.jsonl" for number in (2, 7, 8)]
 
 

@@ -7,12 +7,15 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from rollout_hooks import CharTokenizer
+from rollout_hooks import RETURNED, CharTokenizer
 
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
+from slime_retool.metrics import JsonlTracker, read_metrics
 from slime_retool.rollout.manager import RolloutManager
+from slime_retool.types import RolloutBatch, Sample, TrainSample
 
 
 def make_config(tmp_path: Path, rollout: str = "rollout_with_resource", **values: object) -> Config:
@@ -97,3 +100,45 @@ def test_a_hook_that_does_not_exist_is_refused_before_anything_starts(flag: str,
     config = make_config(tmp_path, **{flag: "rollout_hooks.nothing"})
     with pytest.raises(ConfigError, match="--" + flag.replace("_", "-")):
         RolloutManager(config, tokenizer=CharTokenizer())
+
+
+def one() -> TrainSample:
+    return TrainSample([1, 2], [0, 1], [0.0, -1.0])
+
+
+NO_BATCH = {
+    "no batch": ([[one()]], "a slime_retool.types.RolloutBatch, got list"),
+    "nothing": (None, "a slime_retool.types.RolloutBatch, got NoneType"),
+    "one sample": (RolloutBatch(one()), "a list of samples and a dict of metrics.*, got TrainSample and dict"),
+    "no metrics": (RolloutBatch([one()], None), "a list of samples and a dict of metrics.*, got list and NoneType"),
+    "samples as generated": (RolloutBatch([one(), Sample(prompt="q")]), "TrainSamples.*, one is of type Sample"),
+    "no number": (RolloutBatch([one()], {"rollout/mine": "much"}), "numbers as metrics, 'rollout/mine' is 'much'"),
+}
+
+
+@pytest.mark.parametrize("case", NO_BATCH)
+def test_a_rollout_function_that_returns_no_batch_is_named(case: str, tmp_path):
+    returned, message = NO_BATCH[case]
+    RETURNED[:] = [returned]
+    with RolloutManager(make_config(tmp_path, "rollout_that_returns"), tokenizer=CharTokenizer()) as manager:
+        with pytest.raises(ConfigError, match=f"rollout_hooks.rollout_that_returns must return {message}"):
+            manager.generate(0)
+
+
+def test_metrics_of_a_rollout_function_are_written_whatever_kind_of_number_they_are(tmp_path):
+    RETURNED[:] = [RolloutBatch([one()], {"a": np.float32(0.5), "b": np.int64(2), "c": np.array(3.0), "d": True})]
+    with RolloutManager(make_config(tmp_path, "rollout_that_returns"), tokenizer=CharTokenizer()) as manager:
+        JsonlTracker(tmp_path / "metrics.jsonl").log(0, manager.generate(0).metrics)
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row[name] for name in "abcd"] == [0.5, 2.0, 3.0, 1.0]
+
+
+def test_old_dumps_go_whatever_the_rollout_function_dumps(tmp_path):
+    """SFT and a function of one's own write no samples, only what is trained on."""
+    RETURNED[:] = [RolloutBatch([one()]) for _ in range(6)]
+    flags = {"dump_rollouts": True, "dump_rollouts_every": 2, "dump_rollouts_keep": 2}
+    with RolloutManager(make_config(tmp_path, "rollout_that_returns", **flags), tokenizer=CharTokenizer()) as manager:
+        for rollout_id in range(6):
+            manager.generate(rollout_id)
+    left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert left == ["trained_on_000002.jsonl", "trained_on_000004.jsonl"]

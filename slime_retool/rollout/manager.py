@@ -36,6 +36,7 @@ from slime_retool.rollout.routing import RouterShape
 from slime_retool.rollout.sft_tokens import conversation_check
 from slime_retool.rollout.stop_tokens import StopTokens
 from slime_retool.rollout.stream import Stream, rows_of
+from slime_retool.rollout.transcripts import prune_dumps
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
 from slime_retool.types import RolloutBatch, Sample, Span, TrainSample
 
@@ -305,7 +306,8 @@ class RolloutManager:
         if self._turns is None:
             if self._client is not None:
                 self._client.take_stats()
-            batch = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
+            made = await self._work(partial(self._rollout, self._context, self.data, rollout_id))
+            batch = _checked_batch(made, self.config.rollout_function_path)
         else:
             batch = await self._work(partial(self._open_stream().next_batch, rollout_id))
         if self._client is not None:
@@ -322,9 +324,14 @@ class RolloutManager:
                 read = stats.prompt_tokens - stats.cached_tokens + stats.completion_tokens
                 batch.metrics["rollout/reread_ratio"] = batch.metrics["rollout/reread_tokens"] / max(read, 1)
         if self.config.dumps(rollout_id):
-            compressed = self.config.dump_rollouts_compressed
-            await asyncio.to_thread(dump_batch, self.config.output_dir, rollout_id, batch, compressed=compressed)
+            await asyncio.to_thread(self._dump, rollout_id, batch)
         return batch, self.data.state_dict()
+
+    def _dump(self, rollout_id: int, batch: RolloutBatch) -> None:
+        config = self.config
+        dump_batch(config.output_dir, rollout_id, batch, compressed=config.dump_rollouts_compressed)
+        if config.dump_rollouts_keep is not None:
+            prune_dumps(Path(config.output_dir) / "rollouts", config.dump_rollouts_keep, rollout_id)
 
     async def _work(self, start: Callable[[], Awaitable[T]], context: RolloutContext | None = None) -> T:
         """Await what `start` returns: hooks find the context, and `close` finds the task."""
@@ -345,6 +352,29 @@ class RolloutManager:
         await self._context.aclose()
         if self._client is not None:
             await self._client.aclose()
+
+
+def _checked_batch(made: Any, path: str) -> RolloutBatch:
+    """What `--rollout-function-path` returned, its metrics as plain floats. ConfigError where it is no batch."""
+    wanted = f"--rollout-function-path {path} must return"
+    if not isinstance(made, RolloutBatch):
+        raise ConfigError(
+            f"{wanted} a slime_retool.types.RolloutBatch, got {type(made).__name__}: return RolloutBatch(samples)"
+        )
+    if not isinstance(made.samples, Sequence) or not isinstance(made.metrics, dict):
+        given = f"{type(made.samples).__name__} and {type(made.metrics).__name__}"
+        raise ConfigError(f"{wanted} a list of samples and a dict of metrics in its RolloutBatch, got {given}")
+    if other := next((each for each in made.samples if not isinstance(each, TrainSample)), None):
+        raise ConfigError(
+            f"{wanted} TrainSamples in its RolloutBatch, one is of type {type(other).__name__}: use "
+            "TrainSample.from_sample(sample, reward=...)"
+        )
+    for name, value in made.metrics.items():
+        try:
+            made.metrics[name] = float(value)  # trackers write JSON, which has no form for NumPy's and torch's numbers
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{wanted} numbers as metrics, {name!r} is {value!r:.80}: leave it out") from error
+    return made
 
 
 def _row_checks(config: Config, tokenizer: Any) -> Sequence[RowCheck]:

@@ -31,7 +31,7 @@ from slime_retool.rollout.routing import routed_share
 from slime_retool.rollout.sample_metrics import sample_metrics, source_metrics
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.rollout.tally import Group, Tally, usable
-from slime_retool.rollout.transcripts import dump_samples, prune_dumps, shown_samples
+from slime_retool.rollout.transcripts import dump_samples, shown_samples
 from slime_retool.types import RolloutBatch, ShownSample, TrainSample
 
 
@@ -97,14 +97,12 @@ async def make_batch(
     shown: list[ShownSample] = []
     if config.dumps(rollout_id):
         shown = shown_samples(samples, config.reward_key)
-        folder = Path(config.output_dir) / "rollouts"
-        path = dump_path(folder, "rollout", rollout_id, compressed=config.dump_rollouts_compressed)
+        compressed = config.dump_rollouts_compressed
+        path = dump_path(Path(config.output_dir) / "rollouts", "rollout", rollout_id, compressed=compressed)
         texts = context.template.codec.token_texts
         # Made one by one, as they are written.
         rows = ((sample, {"rollout_id": rollout_id, "token_texts": texts(sample.tokens)}) for sample in samples)
         await asyncio.to_thread(dump_samples, path, rows)
-        if config.dump_rollouts_keep is not None:
-            prune_dumps(folder, config.dump_rollouts_keep, rollout_id)
     return RolloutBatch(trained, {f"rollout/{name}": value for name, value in metrics.items()}, shown)
 
 

@@ -30,14 +30,14 @@ def dump_samples(path: Path, rows: Iterable[tuple[Sample, dict[str, Any]]]) -> N
 
 
 def prune_dumps(folder: Path, keep: int, newest: int) -> None:
-    """Delete what was dumped before the last `keep` rollouts until `newest`.
+    """Delete what was dumped before the last `keep` rollouts until `newest`, of which any kind may be there.
 
     What an attempt left that went further, before the run went back, stays until it is written again.
     """
-    numbers = sorted({int(number_of(path)) for path in dumps_in(folder, "rollout_*")})
-    first = [number for number in numbers if number <= newest][-keep:][0]
-    for path in dumps_in(folder):
-        if number_of(path).isdigit() and int(number_of(path)) < first:
+    numbered = {path: int(number_of(path)) for path in dumps_in(folder) if number_of(path).isdigit()}
+    kept = sorted({number for number in numbered.values() if number <= newest})[-keep:]
+    for path, number in numbered.items():
+        if number < min(kept, default=0):
             path.unlink()
 
 
