@@ -52,7 +52,7 @@ GROUPS = (
         "rollout/trained_reward_mean": "mean reward of the samples trained on",
         "rollout/accuracy": "share of right answers, by the reward's `acc` or `--accuracy-threshold`, else absent",
         "rollout/truncated_ratio": "share of samples cut at a limit of length, turns or context",
-        "rollout/aborted_ratio": "share of samples that were given up because the batch was full",
+        "rollout/aborted_ratio": "share of all samples that were given up, most because the batch was full",
         "rollout/failed_ratio": "share of samples lost to an outage; they are never trained on",
         "rollout/failed_<name>": "samples lost to an outage of this part (engine, sandbox, reward, ...)",
         "rollout/response_tokens_mean": "tokens of a response, observations included",

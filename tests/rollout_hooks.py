@@ -11,7 +11,7 @@ from slime_retool.config import Config
 from slime_retool.errors import EngineError, RewardError
 from slime_retool.protocols import Completion, DataSource
 from slime_retool.rollout.context import RolloutContext, current_context
-from slime_retool.types import RolloutBatch, Sample
+from slime_retool.types import RolloutBatch, Sample, SampleStatus
 
 
 class CharTokenizer:
@@ -204,6 +204,12 @@ async def reward_by_letter(args: Config, sample: Sample) -> float:
     if letter == "o" or (letter == "p" and sample.index % args.n_samples_per_prompt >= 2):
         raise RewardError("the judge is down")
     return {"w": 0.0, "m": -1.0, "r": 2.0, "l": 0.5}.get(letter, float(sample.index % 2))
+
+
+async def generate_or_abort(config: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs = [1, 2], 1, [1], [-0.5]
+    sample.status = SampleStatus.ABORTED if sample.prompt == "stopped" else SampleStatus.COMPLETED
+    return sample
 
 
 RETURNED: list[Any] = []

@@ -39,6 +39,15 @@ async def test_groups_of_any_size_are_trained_on_and_returned_in_the_order_of_th
     returned = [group[0].group_index for group in data.returned]
     assert trained == sorted(trained) and returned == sorted(returned) and len(returned) == 5
     assert sorted({*trained, *returned}) == list(range(7)) and len(trained) == 2 * samples
+    assert batch.metrics["rollout/aborted_ratio"] == 5 / 7
+
+
+async def test_samples_that_ended_from_outside_are_given_up_too(tmp_path: Path) -> None:
+    """Of 3 groups of 4: one ended so and another took its place."""
+    config = make_config(tmp_path, custom_generate_function_path="rollout_hooks.generate_or_abort")
+    batch = await rollout(scripted_context(config, echo), Prompts(["a", "stopped", "b"], 4))
+    assert batch.metrics["rollout/groups_failed"] == 1
+    assert batch.metrics["rollout/aborted_ratio"] == 4 / 12
 
 
 async def test_the_progress_bar_counts_the_groups_that_were_kept(

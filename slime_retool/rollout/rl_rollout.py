@@ -32,7 +32,7 @@ from slime_retool.rollout.sample_metrics import sample_metrics, source_metrics
 from slime_retool.rollout.sampling import training_sampling_params
 from slime_retool.rollout.tally import Group, Tally, usable
 from slime_retool.rollout.transcripts import dump_samples, shown_samples
-from slime_retool.types import RolloutBatch, ShownSample, TrainSample
+from slime_retool.types import RolloutBatch, SampleStatus, ShownSample, TrainSample
 
 
 async def generate_rollout(context: RolloutContext, data: DataSource, rollout_id: int) -> RolloutBatch:
@@ -120,7 +120,8 @@ class _Sampling:
         self.kept: list[Group] = []
         self._surplus: list[Group] = []
         """Good groups that ended together with the last one needed."""
-        self._num_returned = 0
+        self._cut_off: list[Group] = []
+        """Groups that still ran when the batch was full."""
 
     async def run(self) -> None:
         running: dict[asyncio.Task[Group], Group] = {}
@@ -144,17 +145,23 @@ class _Sampling:
                         (self.kept if len(self.kept) < self._target else self._surplus).append(group)
                     self.tally.check(len(self.kept), len(running))
                 bar.update(len(self.kept) - bar.n)
-            unused = sorted([*running.values(), *self._surplus], key=lambda group: group[0].group_index)
-            self._data.return_groups(unused)
-            self._num_returned = len(unused)
+            self._cut_off = list(running.values())
+            unused = [*self._cut_off, *self._surplus]
+            self._data.return_groups(sorted(unused, key=lambda group: group[0].group_index))
         finally:
             bar.close()
             self.hooks.failures.close()
             await cancel(list(running))
 
     def metrics(self) -> dict[str, float]:
-        """How many groups ended which way."""
-        return self.tally.metrics(len(self.kept)) | {"groups_returned": float(self._num_returned)}
+        """How many groups ended which way, and the share of samples that were given up."""
+        cut_off, surplus = sum(map(len, self._cut_off)), sum(map(len, self._surplus))
+        finished = [sample for group in self.tally.finished for sample in group]
+        aborted = sum(sample.status == SampleStatus.ABORTED for sample in finished) + cut_off + surplus
+        return self.tally.metrics(len(self.kept)) | {
+            "groups_returned": float(len(self._cut_off) + len(self._surplus)),
+            "aborted_ratio": aborted / (len(finished) + cut_off),
+        }
 
     def _start(self, count: int) -> dict[asyncio.Task[Group], Group]:
         """Draw up to `count` prompts, as far as any may still be drawn, and start them."""
