@@ -6,6 +6,7 @@ import asyncio
 import copy
 
 import pytest
+from chat_templates import QWEN3, QWEN25
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
@@ -134,10 +135,20 @@ DROPS_RESULTS = TEMPLATE.replace("+ message.content +", "+")
 NO_SCHEMA = TEMPLATE.replace("{{ tool | tojson }}", "a tool")
 NO_END = TEMPLATE.replace("<|im_end|>", "###")
 
+# Without tags, as Llama 3.1's and 3.2's; parameters in tags, as Qwen3-Coder's; Python's text of the arguments.
+NO_TAGS = TEMPLATE.replace("'<tool_call>\n{", "'{").replace("\"arguments\": '", "\"parameters\": '")
+PARAMETERS_IN_TAGS = TEMPLATE.replace(
+    "{\"name\": \"' + function.name + '\", \"arguments\": '", "<function=' + function.name + '>'"
+)
+PYTHONS_TEXT = TEMPLATE.replace("function.arguments | tojson", "function.arguments | string")
+
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
+        (NO_TAGS, r"a form that --tool-format qwen does not read .*use --tool-format retool"),
+        (PARAMETERS_IN_TAGS, "a form that --tool-format qwen does not read"),
+        (PYTHONS_TEXT, "a form that --tool-format qwen does not read"),
         (DROPS_CALLS, "drops the tool calls"),
         (DROPS_RESULTS, "drops messages of role tool"),
         (NO_SCHEMA, "does not show the model the schema"),
@@ -152,8 +163,14 @@ def test_a_template_that_cannot_carry_tools_is_refused(template: str | None, rea
         check_template(tokenizer(template))
 
 
-def test_a_good_template_passes() -> None:
-    check_template(tokenizer())
+@pytest.mark.parametrize("template", [TEMPLATE, QWEN25, QWEN3])
+def test_a_good_template_passes(template: str) -> None:
+    check_template(tokenizer(template))
+
+
+def test_an_example_of_a_call_in_the_system_message_is_no_call() -> None:
+    always = "{{ '<|im_start|>system\\nCall: <tool_call>{...}</tool_call><|im_end|>\\n' }}" + TEMPLATE
+    check_template(tokenizer(always))
 
 
 def test_tags_in_an_observation_are_neutralised() -> None:

@@ -13,11 +13,15 @@ from typing import Any
 
 from slime_retool.chat import TURN_MARK, ChatTemplate
 from slime_retool.errors import ConfigError
-from slime_retool.tool_use.calls import Turn
+from slime_retool.tool_use.calls import ToolCall, Turn
 from slime_retool.tool_use.observation import ObservationFilter
 from slime_retool.tool_use.parser import parse_tool_calls
 from slime_retool.tool_use.suffix import TEXT_MARK, SuffixFrame
 from slime_retool.types import Message, ToolSchema
+
+_ADVICE = "use --tool-format retool, or a tokenizer whose template writes tool calls as Qwen's do"
+_ARGUMENTS = {"code": f'print("{TURN_MARK}")\n'}
+"""Of the dummy call: text that JSON has to escape."""
 
 
 class QwenFormat:
@@ -56,7 +60,8 @@ def check_template(tokenizer: Any) -> None:
     """Refuse a chat template with which a tool conversation cannot be written.
 
     Raises ConfigError when there is no template, or when it shows the model no tool schema, drops the calls of an
-    assistant turn, drops tool results or their order, or ends a turn without a special token.
+    assistant turn or writes them as `parse_tool_calls` does not read them, drops tool results or their order, or ends
+    a turn without a special token.
     """
     template = ChatTemplate(tokenizer)
     schema: ToolSchema = {
@@ -69,7 +74,8 @@ def check_template(tokenizer: Any) -> None:
     }
     try:
         shown = template.render([{"role": "user", "content": "x"}], [schema])
-        conversation = template.render(_dummy([TEXT_MARK + "1", TEXT_MARK + "2"]))
+        messages = _dummy([TEXT_MARK + "1", TEXT_MARK + "2"])
+        asked, conversation = template.render(messages[:1], generation=False), template.render(messages)
     except Exception as error:  # templates raise errors of their own
         raise ConfigError(f"the chat template cannot render a tool conversation: {error}") from error
     rules = {
@@ -81,17 +87,23 @@ def check_template(tokenizer: Any) -> None:
     }
     for problem, kept in rules.items():
         if not kept:
-            raise ConfigError(f"the chat template {problem}; use a tokenizer whose template supports tools")
+            raise ConfigError(f"the chat template {problem}; {_ADVICE}")
+    # Only what follows the question: a template may explain calls by an example in front of it.
+    turn = conversation[: conversation.index(TEXT_MARK)].removeprefix(asked)
+    if parse_tool_calls(turn, [schema]) != [ToolCall("probe", _ARGUMENTS)]:
+        raise ConfigError(
+            "the chat template writes tool calls in a form that --tool-format qwen does not read "
+            f'(<tool_call>{{"name": ..., "arguments": ...}}</tool_call> is), namely {turn[:300]!r}; {_ADVICE}'
+        )
     behind_call = conversation[conversation.index(TURN_MARK) : conversation.index(TEXT_MARK)]
     if template.end_token not in behind_call:
         raise ConfigError(
-            f"the chat template must end a turn with tool calls by {template.end_token!r}, as other turns; "
-            "use a tokenizer whose template supports tools"
+            f"the chat template must end a turn with tool calls by {template.end_token!r}, as other turns; {_ADVICE}"
         )
 
 
 def _dummy(observations: Sequence[str]) -> list[Message]:
-    call = {"type": "function", "id": "call00001", "function": {"name": "probe", "arguments": {"code": TURN_MARK}}}
+    call = {"type": "function", "id": "call00001", "function": {"name": "probe", "arguments": _ARGUMENTS}}
     results = [{"role": "tool", "name": "probe", "tool_call_id": "call00001", "content": text} for text in observations]
     return [
         {"role": "user", "content": "x"},
