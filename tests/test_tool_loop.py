@@ -310,6 +310,42 @@ def test_a_registry_refuses_double_names_and_unregistered_schemas() -> None:
         tools.require([*TOOLS, {"type": "function", "function": {"name": "browser"}}])
 
 
+def shown(properties: dict[str, Any], **further: Any) -> list[dict[str, Any]]:
+    parameters = {"type": "object", "properties": properties, **further}
+    return [{"type": "function", "function": {"name": "code_interpreter", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize(
+    ("properties", "problem"),
+    [
+        ({"source": {"type": "string"}}, "'code' is required, and only 'source' shown"),
+        ({"code": {"type": "string"}, "zone": {"type": "string"}}, "it has no 'zone', only 'code'"),
+        ({"code": {"type": "array"}}, "'code' is string, and array is shown"),
+    ],
+)
+def test_a_registry_refuses_a_row_that_shows_other_arguments(properties: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"'code_interpreter' with other arguments than its code takes: {problem}"):
+        registry().require(shown(properties))
+
+
+def test_a_registry_takes_a_row_that_says_less_of_a_tool() -> None:
+    registry().require(shown({"code": {}}))
+    registry().require(shown({"code": {"type": ["string", "null"]}}))
+    registry().require(shown({"code": {"type": "string"}}, required=["code"]))
+    registry().require([{"type": "function", "function": {"name": "code_interpreter"}}])
+    numbers = {"type": "object", "properties": {"x": {"type": "number"}}, "additionalProperties": True}
+    open_tool = ToolRegistry([Tool("code_interpreter", "", numbers, echo)])
+    open_tool.require(shown({"x": {"type": "integer"}, "y": {"type": "string"}}))
+
+
+def test_arguments_that_a_row_lets_through_and_the_tool_does_not_take_are_an_observation() -> None:
+    format_of_row = QwenFormat(tokenizer(), shown({"code": {"type": "string"}}))
+    engine = ScriptedEngine([('<tool_call>{"name": "code_interpreter", "arguments": {}}</tool_call>', "stop"), ANSWER])
+    sample = asyncio.run(run_tool_loop(engine, format_of_row, registry(), new_sample(), {}, BUDGETS))
+    assert (sample.status, sample.num_tool_calls, sample.num_tool_errors) == (SampleStatus.COMPLETED, 1, 1)
+    assert "wrong arguments for code_interpreter: missing required argument 'code'" in sample.response
+
+
 def test_budgets_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_turns must be at least 1, got 0"):
         LoopBudgets(max_response_tokens=1, max_turns=0)

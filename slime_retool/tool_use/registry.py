@@ -18,6 +18,7 @@ from typing import Any
 
 from slime_retool.errors import ConfigError, ToolUnavailable
 from slime_retool.tool_use.calls import ToolCall, ToolResult
+from slime_retool.tool_use.schema import check_arguments
 from slime_retool.types import ToolSchema
 
 NO_OUTPUT = "(no output)"
@@ -69,7 +70,10 @@ class ToolRegistry:
         return [tool.schema() for tool in self._tools.values()]
 
     def require(self, schemas: Sequence[ToolSchema]) -> None:
-        """Raises ConfigError when a data row offers the model a tool that is not registered."""
+        """Raises ConfigError when a data row offers the model a tool that is not registered, or with other arguments.
+
+        A row may say less of a tool than its own schema does; calls that this lets through are answered by `execute`.
+        """
         missing = [name for schema in schemas if (name := schema["function"]["name"]) not in self._tools]
         if missing:
             known = ", ".join(self._tools) or "none"
@@ -77,6 +81,14 @@ class ToolRegistry:
                 f"the data offers tools that no code is registered for: {', '.join(missing)} (registered: {known}); "
                 "add them to the registry or change the tools column"
             )
+        for schema in schemas:
+            name = schema["function"]["name"]
+            problem = _misfit(schema["function"].get("parameters") or {}, self._tools[name].parameters)
+            if problem:
+                raise ConfigError(
+                    f"the data shows the tool {name!r} with other arguments than its code takes: {problem}; change the "
+                    "tools column, or leave it out to show the registered tools"
+                )
 
     @asynccontextmanager
     async def conversation(self) -> AsyncIterator[ToolRegistry]:
@@ -91,7 +103,7 @@ class ToolRegistry:
             yield ToolRegistry(own, retries=self._retries, retry_delay=self._retry_delay)
 
     async def execute(self, call: ToolCall) -> ToolResult:
-        """Run one call.
+        """Run one call. One that made the tool raise because its arguments do not fit the tool is answered by an error.
 
         Raises ToolUnavailable when the tool is down after all retries, or has a bug (it raised something else):
         neither is an observation that a model should learn from.
@@ -106,6 +118,11 @@ class ToolRegistry:
                 if attempt == self._retries:
                     raise
             except Exception as error:
+                # Asked only now: the format checked them by what the row shows, and to check takes as long as a turn.
+                problem = check_arguments(call.arguments, tool.parameters)
+                if problem:
+                    message = f"Error: wrong arguments for {call.name}: {problem}."
+                    return ToolResult(message, is_error=True, seconds=time.monotonic() - begin)
                 raise ToolUnavailable(f"tool {call.name!r} raised {type(error).__name__}: {error}") from error
             await asyncio.sleep(delay)
             delay *= 2
@@ -131,3 +148,27 @@ def _to_result(value: ToolResult | str | None, name: str) -> ToolResult:
     if not isinstance(value, ToolResult) or not isinstance(value.text, str):
         raise TypeError(f"it must return text or a ToolResult, got {type(value).__name__}")
     return value if value.text.strip() else replace(value, text=NO_OUTPUT)
+
+
+def _misfit(shown: dict[str, Any], own: dict[str, Any]) -> str | None:
+    """How parameters that a row shows contradict the tool's own, by names and types; None where they do not."""
+    arguments, known = shown.get("properties"), own.get("properties")
+    if not arguments or not known:
+        return None
+    for name in own.get("required", ()):
+        if name not in arguments:
+            return f"{name!r} is required, and only {', '.join(map(repr, arguments))} shown"
+    for name, argument in arguments.items():
+        if name not in known and not own.get("additionalProperties"):
+            return f"it has no {name!r}, only {', '.join(map(repr, known))}"
+        types, own_types = _types(argument), _types(known.get(name))
+        if types and own_types and not types & own_types:
+            return f"{name!r} is {' or '.join(sorted(own_types))}, and {' or '.join(sorted(types))} is shown"
+    return None
+
+
+def _types(schema: Any) -> set[str]:
+    """The JSON types that a schema names; none where it leaves them open."""
+    named = schema.get("type", []) if isinstance(schema, dict) else []
+    types = {named} if isinstance(named, str) else set(named)
+    return types | {"integer"} if "number" in types else types
