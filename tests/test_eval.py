@@ -398,14 +398,14 @@ def refusal(text: str, status: int = 400) -> web.Response:
 
 @asynccontextmanager
 async def strict_endpoint(
-    refuses: Callable[[dict[str, Any]], str | None], answer: dict[str, Any]
+    refuses: Callable[[dict[str, Any]], str | None], *answers: dict[str, Any]
 ) -> AsyncIterator[tuple[ChatEndpoint, list[dict[str, Any]]]]:
-    """A server that refuses with what `refuses` says of a request."""
+    """A server that refuses with what `refuses` says of a request; the last answer is given for ever."""
     seen: list[dict[str, Any]] = []
 
     async def handle(request: web.Request) -> web.Response:
         seen.append(body := await request.json())
-        text = refuses(body)
+        text, answer = refuses(body), answers[min(len(seen), len(answers)) - 1]
         return web.json_response(answer) if text is None else refusal(text)
 
     async with served(handle) as client:
@@ -607,6 +607,87 @@ async def test_arguments_that_cannot_be_read_are_answered_with_an_error(argument
             client, registry, Sample(prompt="go"), PARAMS, LoopBudgets(max_response_tokens=100), registry.schemas()
         )
     assert seen[1]["messages"][-1]["content"].startswith("Error: ") and sample.num_malformed_calls == 1
+
+
+def refuses_calls(body: dict[str, Any]) -> str | None:
+    """As servers that read a conversation's calls: arguments must be text of a JSON object, ids must fit together."""
+    waiting: list[str] = []
+    for number, message in enumerate(body["messages"]):
+        for each in message.get("tool_calls", ()):
+            arguments = each["function"]["arguments"]
+            try:
+                is_object = isinstance(arguments, str) and isinstance(json.loads(arguments, parse_constant=int), dict)
+            except ValueError:
+                is_object = False
+            if not is_object or not each["function"]["name"]:
+                return f"messages[{number}]: invalid function call"
+            waiting.append(each["id"])
+        if message["role"] == "tool":
+            if message.get("tool_call_id") not in waiting:
+                return f"messages[{number}]: unknown tool_call_id"
+            waiting.remove(message["tool_call_id"])
+    return f"calls without an answer: {waiting}" if waiting else None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sent"),
+    [
+        ('{"n": "print("x")"}', "{}"),
+        ("[1]", "{}"),
+        ('{"n": NaN}', "{}"),
+        (None, "{}"),
+        ('{"n": "a\nb"}', r'{"n": "a\nb"}'),
+        ({"n": 4}, '{"n": 4}'),
+    ],
+)
+async def test_a_malformed_call_goes_back_in_a_form_that_a_server_reads(arguments: Any, sent: str):
+    registry, made = doubler(), call("double", arguments)
+    async with strict_endpoint(refuses_calls, reply("", [made]), reply("sorry")) as (client, seen):
+        budgets = LoopBudgets(max_response_tokens=100)
+        sample = await run_chat_loop(client, registry, Sample(prompt="go"), PARAMS, budgets, registry.schemas())
+    assert sample.status is SampleStatus.COMPLETED
+    assert seen[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == sent
+    assert json.dumps(made["function"], ensure_ascii=False) in sample.response
+
+
+async def test_calls_without_ids_and_names_are_answered():
+    registry = doubler()
+    calls = [{"function": {"name": "double", "arguments": '{"n": 4}'}}, {"function": {"arguments": "{}"}}]
+    async with strict_endpoint(refuses_calls, reply("", calls), reply("8")) as (client, seen):
+        budgets = LoopBudgets(max_response_tokens=100)
+        sample = await run_chat_loop(client, registry, Sample(prompt="go"), PARAMS, budgets, registry.schemas())
+    assert (sample.status, sample.num_malformed_calls) == (SampleStatus.COMPLETED, 1)
+    assert [message["content"] for message in seen[1]["messages"][2:3]] == ["8"]
+
+
+async def test_a_prompt_with_earlier_calls_is_sent_as_the_api_wants_it():
+    def spoken(number: int, **further: Any) -> dict[str, Any]:
+        return {"type": "function", **further, "function": {"name": "double", "arguments": {"n": number}}}
+
+    user, answer = {"role": "user", "content": "go"}, {"role": "assistant", "content": "so it is"}
+    prompt = [
+        user,
+        {"role": "assistant", "content": "", "tool_calls": [spoken(1), spoken(2)]},
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "4"},
+        answer,
+        user,
+        {"role": "assistant", "content": "", "tool_calls": [spoken(3, id="a"), spoken(4, id="b")]},
+        {"role": "tool", "content": "8", "tool_call_id": "b"},
+        {"role": "tool", "content": "6"},
+        answer,
+        user,
+    ]
+    before = json.dumps(prompt)
+    async with strict_endpoint(refuses_calls, reply("42")) as (client, seen):
+        sample = await run_chat_loop(
+            client, ToolRegistry(), Sample(prompt=prompt), PARAMS, LoopBudgets(max_response_tokens=100), []
+        )
+    sent = seen[0]["messages"]
+    assert sample.response == "42" and json.dumps(prompt) == before
+    assert [each["function"]["arguments"] for each in sent[1]["tool_calls"]] == ['{"n": 1}', '{"n": 2}']
+    assert [each["id"] for each in sent[1]["tool_calls"]] == [message["tool_call_id"] for message in sent[2:4]]
+    assert [message["tool_call_id"] for message in sent[7:9]] == ["b", "a"]
 
 
 async def test_as_many_requests_are_in_flight_as_allowed():
