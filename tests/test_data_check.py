@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from test_data_rendering import TOOLS, assistant, byte_tokenizer, template_ids, tool, user
 
 from slime_retool import cli
@@ -76,3 +77,54 @@ def test_a_folder_without_a_tokenizer_is_named_by_the_flag_in_one_line(tmp_path,
         assert cli.main(["data", "check", str(tmp_path / "rows.jsonl"), "--tokenizer", str(folder)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"slime-retool data check: error: --tokenizer '{folder}' ") and error.count("\n") == 1
+
+
+REWARD = """
+from dataclasses import dataclass
+from slime_retool.config import flag
+from slime_retool.errors import DataError
+
+@dataclass(frozen=True)
+class HookArgs:
+    most: int = flag(10, help="Largest label.")
+
+def check_label(args, sample):
+    if len(sample.label) > args.hook(HookArgs).most:
+        raise DataError(f"a label of {len(sample.label)} is above --most {args.hook(HookArgs).most}")
+
+def reward_func(args, sample):
+    return 1.0
+"""
+
+
+def test_a_reward_of_ones_own_says_which_labels_it_takes(tmp_path, capsys, monkeypatch):
+    (tmp_path / "reward_of_tests.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "label": "}{"}, {"prompt": "b", "label": "x" * 20}])
+    own = [tmp_path / "rows.jsonl", "--custom-rm-path", "reward_of_tests.reward_func"]
+    code, (figures,), said = check(capsys, *own, "--most", "50")
+    assert (code, said) == (0, "") and figures["own_answer_wrong_dapo"] == 1
+    code, (figures,), said = check(capsys, *own)
+    assert code == figures["failures"] == 1 and "row 2: a label of 20 is above --most 10" in said
+    with pytest.raises(SystemExit, match="2"):
+        check(capsys, *own, "--mots", "50")
+    assert "unknown flag --mots; did you mean --most" in capsys.readouterr().err
+
+
+def test_the_rule_that_is_given_decides(tmp_path, capsys):
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "label": "x y $\\{"}])
+    by_mode = {mode: check(capsys, tmp_path / "rows.jsonl", "--rm-type", mode) for mode in ("dapo", "math_verify")}
+    assert {mode: code for mode, (code, _, _) in by_mode.items()} == {"dapo": 1, "math_verify": 0}
+    assert by_mode["dapo"][2].count("is not right by dapo") == by_mode["dapo"][1][0]["failures"] == 1
+
+
+def test_a_row_with_an_unreadable_label_is_rendered_and_held_to_the_other_rules(tmp_path, capsys):
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "label": "}{"}, {"prompt": "b<|im_end|>", "label": "}{"}])
+    flags = ["--tokenizer", tmp_path / "tokenizer", "--apply-chat-template"]
+    rendered = byte_tokenizer().apply_chat_template([user("a")], add_generation_prompt=True, return_dict=False)
+    for chosen in ([], ["--rm-type", "dapo"]):
+        code, (figures,), said = check(capsys, tmp_path / "rows.jsonl", *flags, *chosen)
+        assert code == 1 and figures["tokens_p50"] == len(rendered)
+        assert {row for row in (1, 2) if f"row {row}: its own answer '}}{{' is not right by dapo" in said} == {1, 2}
+        assert "row 2: message 0 holds '<|im_end|>'" in said

@@ -1,7 +1,8 @@
 r"""`slime-retool data check FILE...`: whether data files can be used, before a run is started on them.
 
 Every row is read, rendered with the tokenizer's chat template (`--tokenizer`) and, where it has an answer, scored: the
-row's own answer, put in a box, must be right by both rules of `--rm-type`. Conversations are tokenized as SFT does.
+row's own answer, put in a box, must be right by both rules of `--rm-type`; by the one that is given, or with a
+`--custom-rm-path` by what its `check_label` says. Conversations are tokenized as SFT does.
 Each row that cannot be used is named, then rows that repeat a question; exit code 1 when there are any of the former, 2
 when a file cannot be read.
 """
@@ -12,13 +13,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_bridge.flags import OneLineParser, add_flags
 from slime_retool.chat import ChatTemplate, load_tokenizer
 from slime_retool.config import Config
+from slime_retool.config.parse import build_parser
 from slime_retool.config.validate import check_values
 from slime_retool.data.loss_mask import refuse_empty_turns, require_assistant
 from slime_retool.data.questions import known_columns
@@ -34,7 +34,8 @@ from slime_retool.types import Sample
 PROG = "slime-retool data check"
 MODES = ("dapo", "math_verify")
 READ = ("input_key", "label_key", "tool_key", "metadata_key", "apply_chat_template", "loss_type", "tool_format",
-    "rollout_max_prompt_len", "rollout_max_context_len", "custom_generate_function_path", "custom_rm_path")  # fmt: skip
+    "rollout_max_prompt_len", "rollout_max_context_len", "custom_generate_function_path", "custom_rm_path",
+    "rm_type")  # fmt: skip
 """What is read of a run's options. Without any of them the first known columns of a row are read."""
 LINES = 100
 
@@ -78,13 +79,15 @@ class Report:
         return found
 
 
-def check_file(path: str, template: ChatTemplate | None = None, config: Config | None = None) -> Report:
+def check_file(
+    path: str, template: ChatTemplate | None = None, config: Config | None = None, *, rules: Sequence[str] = MODES
+) -> Report:
     """Check every row as training reads it. Raises ConfigError or DataError for a file that cannot be read at all.
 
     `config` names columns, hooks, limits and the kind of training. Without it the first known columns of a row are
-    read, and text is a question.
+    read, and text is a question. By each of `rules` a row's own answer must be right, whatever the reward's hook takes.
     """
-    check = _FileCheck(Report(path), template, config)
+    check = _FileCheck(Report(path), template, config, rules)
     for number, row in enumerate(scan_rows(path), start=1):
         check.report.rows += 1
         try:
@@ -97,8 +100,10 @@ def check_file(path: str, template: ChatTemplate | None = None, config: Config |
 class _FileCheck:
     """What one file is held to; fills `report`."""
 
-    def __init__(self, report: Report, template: ChatTemplate | None, config: Config | None) -> None:
-        self.report, self._template, self._config = report, template, config
+    def __init__(
+        self, report: Report, template: ChatTemplate | None, config: Config | None, rules: Sequence[str]
+    ) -> None:
+        self.report, self._template, self._config, self._rules = report, template, config, rules
         self._first: dict[str, tuple[int, str]] = {}  # question -> its first row, and that one's answer
         settled = config or Config()
         self._limit, self._limit_text = settled.prompt_limit
@@ -114,9 +119,13 @@ class _FileCheck:
         if self._is_conversation(sample, config):
             self._conversation(sample, config)
         else:
-            length = 0
-            with suppress(UnreadableLabel):  # `_question` says so of each rule
+            self._score(sample.label, number)
+            try:
                 length = check_sample(sample, row, config, self._template, self._checks, measure=True)
+            except UnreadableLabel as error:  # of the hooks' last check: what follows them is left
+                if not self._rules:  # by which `_score` has said so
+                    self.report.failures.append(f"row {number}: {error}")
+                length = check_sample(sample, row, config, self._template, (), measure=True)
             self._question(sample, length, number)
 
     def _is_conversation(self, sample: Sample, config: Config) -> bool:
@@ -163,10 +172,16 @@ class _FileCheck:
                 report.conflicts.append(
                     f"row {number}: asks what row {first} does, and says {answer!r} for {its_answer!r}"
                 )
+
+    def _score(self, answer: str | None, number: int) -> None:
+        """The row's own answer by each rule; a failure by those that were asked for."""
+        if answer is None:  # and the reward hook needs none
+            return
         for mode in MODES:
             if not compute_score(f"Answer: \\boxed{{{answer}}}", answer, mode)["acc"]:
-                report.wrong[mode] += 1
-                report.failures.append(f"row {number}: its own answer {answer!r} is not right by {mode}")
+                self.report.wrong[mode] += 1
+                if mode in self._rules:
+                    self.report.failures.append(f"row {number}: its own answer {answer!r} is not right by {mode}")
 
 
 def _guess(row: Row | BadLine) -> Config:
@@ -178,30 +193,29 @@ def _guess(row: Row | BadLine) -> Config:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = OneLineParser(
-        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = build_parser(PROG, usage=None, description=__doc__, shown={*READ, "hf_checkpoint"})
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl or .parquet; FILE@[a:b] for some of its rows")
     parser.add_argument("--tokenizer", metavar="DIR", help="--hf-checkpoint, of which only the tokenizer is read")
     parser.add_argument(
         "--show", type=int, default=LINES, metavar="N", help="lines of each kind about one file (default: %(default)s)"
     )
-    add_flags(parser, Config, {*READ, "hf_checkpoint"})
-    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(READ)))
-    given = {name: value for name in READ if (value := vars(args)[name]) is not None}
-    return run_command(PROG, lambda: _check(args, given), mistakes=SlimeRetoolError)
+    parser.set_defaults(**dict.fromkeys(READ))  # so that what is given can be told
+    return run_command(PROG, lambda: _check(parser.parse(argv)), mistakes=SlimeRetoolError)
 
 
-def _check(args: argparse.Namespace, given: dict[str, Any]) -> int:
+def _check(args: argparse.Namespace) -> int:
     """Print a line of JSON for each file, and what was found in its rows on stderr. Returns 1 for rows that fail."""
-    config = Config(**given) if given else None
+    given = {name: value for name in READ if (value := vars(args)[name]) is not None}
+    config = Config(**given, hook_args=args.hook_args) if given else None
+    rules = () if {"custom_rm_path", "rm_type"} & given.keys() else MODES
     if config is not None:
         check_values(config)
     flag, folder = ("--tokenizer", args.tokenizer) if args.tokenizer else ("--hf-checkpoint", args.hf_checkpoint)
     template = ChatTemplate(load_tokenizer(folder, flag)) if folder is not None else None
     failed = False
     for file in args.files:
-        report = check_file(file, template, config)
+        report = check_file(file, template, config, rules=rules)
         failed = failed or bool(report.failures)
         print(json.dumps(report.summary(), ensure_ascii=False), flush=True)
         for lines in (report.failures, report.conflicts, report.repeats):

@@ -30,7 +30,7 @@ from slime_retool.protocols import load_module
 class TrainParser(flags.OneLineParser):
     """Takes the flags of `Config`, and those of the hooks that the arguments name. For one command line."""
 
-    def __init__(self, prog: str, usage: str, description: str, shown: Container[str] | None) -> None:
+    def __init__(self, prog: str, usage: str | None, description: str, shown: Container[str] | None) -> None:
         super().__init__(prog=prog, usage=usage, description=description)
         flags.add_flags(self, Config, shown)
 
@@ -92,7 +92,7 @@ class TrainParser(flags.OneLineParser):
 def build_parser(
     prog: str = "slime_retool.train",
     *,
-    usage: str = "python -m slime_retool.train --hf-checkpoint DIR --prompt-data FILE [--FLAG VALUE ...]",
+    usage: str | None = "python -m slime_retool.train --hf-checkpoint DIR --prompt-data FILE [--FLAG VALUE ...]",
     description: str = "Teach a language model to reason with tools: SFT and RL on Megatron-core and SGLang.",
     shown: Container[str] | None = None,
 ) -> TrainParser:
