@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
@@ -140,6 +141,14 @@ def test_a_run_without_samples_has_curves(tmp_path: Path):
     write_rows(tmp_path / "sft" / "metrics.jsonl", [{"step": 0, "train/loss": 2.0}, {"step": 1, "train/loss": None}])
     described = page_of(tmp_path / "sft", tmp_path / "page")
     assert described["metrics"]["train/loss"] == [2.0, None] and described["columns"]["step"] == []
+
+
+def test_the_list_of_skipped_rows_holds_no_samples(tmp_path: Path):
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 0, "train/loss": 2.0}])
+    write_rows(tmp_path / "skipped_rows.jsonl", [{"file": "rows.jsonl", "row": 1, "reason": "it has no label"}])
+    assert page_of(tmp_path, tmp_path / "page")["metrics"]["train/loss"] == [2.0]
+    with pytest.raises(DataError, match="holds no samples"):
+        sample_files(tmp_path)
 
 
 def test_two_runs_share_a_prompts_key(tmp_path: Path):
@@ -302,6 +311,25 @@ def test_a_folder_is_listed_and_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.findall(r"^sample (\d+)", out, re.MULTILINE) == ["0", "1", "2", "3"]
     assert main(["view", str(run / "eval"), "--index", "5"]) == 0
     assert re.findall(r"^sample (\d+)", capsys.readouterr().out, re.MULTILINE) == ["5"]
+
+
+def test_a_compressed_dump_is_counted_by_its_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lines = "".join(json.dumps(make_sample(index)) + "\n" for index in range(20)).encode()
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "rollout_000000.jsonl.gz").write_bytes(gzip.compress(lines))
+    assert main(["view", str(tmp_path), "--limit", "1"]) == 0
+    assert re.findall(r"^ +(\d+) samples", capsys.readouterr().out, re.MULTILINE) == ["20"]
+    (tmp_path / "rollouts" / "rollout_000000.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
+    assert main(["view", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "rollout_000000.jsonl.gz cannot be read" in error and error.count("\n") == 1
+
+
+def test_half_of_a_surrogate_pair_is_shown_as_its_escape(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_of(tmp_path, make_sample(0) | {"response": "it is \ud800 half a pair", "label": "\udfff"})
+    assert main(["view", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "it is \\ud800 half a pair" in out and "label \\udfff" in out
 
 
 @pytest.mark.parametrize(

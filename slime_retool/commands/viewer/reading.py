@@ -16,6 +16,8 @@ from slime_retool.types import Sample
 FOLDERS = ("rollouts", "eval")
 TRAINED = "trained_"
 """Files of this name hold what the trainer computed for the samples of the rollout with the same number."""
+_NOT_SAMPLES = ("metrics.jsonl", "skipped_rows.jsonl")
+"""What else a run writes to its folder in lines."""
 _REQUIRED = ("index", "prompt", "response", "label", "reward", "status")
 
 
@@ -55,7 +57,7 @@ def sample_files(folder: Path) -> list[Path]:
     """
     inside = [folder / name for name in FOLDERS if (folder / name).is_dir()]
     found = [path for part in inside or [folder] for path in dumps_in(part)]
-    files = [path for path in found if not path.name.startswith(TRAINED) and path.name != "metrics.jsonl"]
+    files = [path for path in found if not path.name.startswith(TRAINED) and path.name not in _NOT_SAMPLES]
     if not files:
         raise DataError(
             f"{folder} holds no samples; give the --output-dir of a run that had --dump-rollouts or an evaluation"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_retool.commands.viewer.reading import read_samples, sample_files
+from slime_retool.dumps import DAMAGED, ENCODING, open_dump
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.rollout.sample_metrics import is_right
 from slime_retool.types import Sample
@@ -67,7 +68,8 @@ def _show_file(path: Path, choice: Choice, limit: int, name: Path | None) -> int
             raise DataError(f"{path}, line {number}: {error}") from error
         if name is not None and not shown:
             print(f"\n{name}")
-        print(sample_text(dumped.sample, choice.reward_key), flush=True)
+        # A model may write half of a surrogate pair.
+        print(sample_text(dumped.sample, choice.reward_key).encode(**ENCODING).decode(), flush=True)
         shown += 1
         if shown == limit:
             break
@@ -75,8 +77,12 @@ def _show_file(path: Path, choice: Choice, limit: int, name: Path | None) -> int
 
 
 def _lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for _ in file)
+    """How many there are. Raises DataError for a file that cannot be read."""
+    try:
+        with open_dump(path) as file:
+            return sum(1 for _ in file)
+    except (OSError, *DAMAGED) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def sample_text(sample: Sample, reward_key: str | None) -> str:
