@@ -7,14 +7,17 @@ import os
 from pathlib import Path
 
 import pytest
+from chat_templates import SMOLLM2
 from test_data_rendering import TOOLS, assistant, byte_tokenizer, user
 
+from slime_retool.chat import ChatTemplate
 from slime_retool.commands import data_check
 from slime_retool.commands.data_check import check_file
 from slime_retool.config import Config
 from slime_retool.config.parse import parse_config
 from slime_retool.data.readers import read_rows, write_rows
 from slime_retool.errors import ConfigError, DataError
+from slime_retool.recipes.retool.tool_sandbox import SCHEMA
 from slime_retool.rollout.manager import RolloutManager
 
 RECIPE = Path(__file__).parents[1] / "examples" / "retool"
@@ -47,8 +50,9 @@ def recipe_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPE))
 
 
-def tokenizer() -> object:
-    return byte_tokenizer(TEMPLATE)
+def tokenizer_of(config: Config) -> object:
+    """The recipe's format needs a template with tools."""
+    return byte_tokenizer(TEMPLATE) if config.custom_generate_function_path is None else byte_tokenizer()
 
 
 def config_of(tmp_path: Path, rows: list[dict], **values: object) -> Config:
@@ -58,7 +62,7 @@ def config_of(tmp_path: Path, rows: list[dict], **values: object) -> Config:
 
 
 def start(config: Config) -> RolloutManager:
-    with RolloutManager(config, tokenizer=tokenizer()) as manager:
+    with RolloutManager(config, tokenizer=tokenizer_of(config)) as manager:
         return manager
 
 
@@ -104,10 +108,30 @@ def test_with_skip_bad_rows_they_are_left_out_and_listed_beside_the_output(tmp_p
 def test_check_refuses_the_rows_that_training_refuses(tmp_path, kind):
     change, hooks, words = BAD[kind]
     config = config_of(tmp_path, [GOOD, GOOD | change, GOOD], **hooks)  # without a hook, one that runs tools is meant
-    template = RolloutManager(config_of(tmp_path, [GOOD]), tokenizer=tokenizer())._context.template
-    write_rows(tmp_path / "rows.jsonl", [GOOD, GOOD | change, GOOD])
-    (failure,) = check_file(str(tmp_path / "rows.jsonl"), template, config).failures
+    (failure,) = check_file(str(tmp_path / "rows.jsonl"), ChatTemplate(tokenizer_of(config)), config).failures
     assert failure.startswith("row 2: ") and words in failure
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_template_that_the_tool_format_cannot_use_ends_the_start(tmp_path, tools):
+    rows = [GOOD | {"tools": tools}] * 3
+    config = config_of(tmp_path, rows, **RECIPE_HOOKS)
+    with pytest.raises(DataError, match=r"row 1: the chat template .*; use --tool-format retool.*2 more of 3 rows"):
+        RolloutManager(config, tokenizer=byte_tokenizer(SMOLLM2))
+    failures = check_file(str(tmp_path / "rows.jsonl"), ChatTemplate(byte_tokenizer(SMOLLM2)), config).failures
+    assert len(failures) == 3 and "--tool-format retool" in failures[0]
+    in_retool = config_of(tmp_path, [GOOD] * 3, tool_format="retool", **RECIPE_HOOKS)
+    with RolloutManager(in_retool, tokenizer=byte_tokenizer(SMOLLM2)) as manager:
+        assert manager.data.num_rows == 3
+
+
+def test_the_tool_format_is_tried_once_for_each_set_of_tools(tmp_path, monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        "slime_retool.recipes.retool.generate_with_retool.make_format", lambda name, _, tools: tried.append(tools)
+    )
+    assert start(config_of(tmp_path, [GOOD, GOOD | {"tools": TOOLS}] * 3, **RECIPE_HOOKS)).data.num_rows == 6
+    assert tried == [[SCHEMA], TOOLS]
 
 
 def test_with_skip_bad_rows_a_file_without_a_usable_row_is_still_refused(tmp_path):

@@ -8,9 +8,18 @@ from slime_retool.recipes.retool.generate_with_retool import (
     HookArgs,
     check_label,
     check_prompt,
+    check_tools,
     generate,
     generate_with_tools,
     reward_func,
 )
 
-__all__ = ["HookArgs", "check_label", "check_prompt", "generate", "generate_with_tools", "reward_func"]
+__all__ = [
+    "HookArgs",
+    "check_label",
+    "check_prompt",
+    "check_tools",
+    "generate",
+    "generate_with_tools",
+    "reward_func",
+]

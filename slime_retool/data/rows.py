@@ -14,12 +14,37 @@ from slime_retool.config import Config
 from slime_retool.data.messages import parse_messages, parse_tools
 from slime_retool.data.questions import LABELS, QUESTIONS, read_label, similar_columns
 from slime_retool.data.readers import BadLine, Row, parse_json, scan_rows
-from slime_retool.errors import DataError, MissingLabel, UserError
-from slime_retool.types import Message, Sample
+from slime_retool.errors import ConfigError, DataError, MissingLabel, UserError
+from slime_retool.types import Message, Sample, ToolSchema
 
 logger = logging.getLogger(__name__)
 
-RowCheck = Callable[[Config, Sample], None]
+
+
+class ToolsCheck:
+    """What a hook needs of the tools that a row shows (None: of its own) and of the tokenizer.
+
+    `check` raises ConfigError. It is asked once for each set of tools: to try a chat template takes milliseconds.
+    """
+
+    def __init__(self, check: Callable[[Config, list[ToolSchema] | None, Any], None]) -> None:
+        self._check = check
+        self._problems: dict[str, str] = {}  # a set of tools -> what is wrong with it, empty where nothing is
+
+    def __call__(self, config: Config, sample: Sample, template: ChatTemplate) -> None:
+        """Raises ConfigError."""
+        key = json.dumps(sample.tools)
+        if key not in self._problems:
+            self._problems[key] = ""
+            try:
+                self._check(config, sample.tools, template.tokenizer)
+            except ConfigError as error:
+                self._problems[key] = str(error)
+        if self._problems[key]:
+            raise ConfigError(self._problems[key])
+
+
+RowCheck = Callable[[Config, Sample], None] | ToolsCheck
 """What a hook needs of a row: raises ConfigError or DataError for one that it cannot use."""
 
 
@@ -114,7 +139,10 @@ def check_sample(
     assert not isinstance(row, BadLine)
     for check in checks:
         try:
-            check(config, sample)
+            if not isinstance(check, ToolsCheck):
+                check(config, sample)
+            elif template is not None:
+                check(config, sample, template)
         except MissingLabel as error:
             meant = [] if config.label_key in row else similar_columns(row, config.label_key, LABELS)
             hint = f"; there is no column {config.label_key!r}: --label-key {meant[0]}?" if meant else ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_retool.config import Config
-from slime_retool.data.rows import RowCheck
+from slime_retool.data.rows import RowCheck, ToolsCheck
 from slime_retool.engine.process import ServerError
 from slime_retool.errors import ConfigError, PromptTooLong, RolloutError, TrainerDied, UserError
 from slime_retool.protocols import GenerateFn, load_function, load_module
@@ -89,16 +89,17 @@ class Hooks:
 
 
 def row_checks(config: Config) -> list[RowCheck]:
-    """What the hooks need of a data row: `check_prompt` of the module of `generate`, `check_label` of the reward's.
+    """What the hooks need of a data row: `check_prompt` and `check_tools` of the module of `generate`, `check_label` of
+    the reward's.
 
     A module without such a function takes every row.
     """
-    paths = {
-        "check_prompt": config.custom_generate_function_path or DEFAULT_GENERATE,
-        "check_label": config.custom_rm_path or DEFAULT_REWARD,
-    }
-    modules = {name: load_module(path).__dict__ for name, path in paths.items()}
-    return [module[name] for name, module in modules.items() if name in module]
+    generate = load_module(config.custom_generate_function_path or DEFAULT_GENERATE).__dict__
+    reward = load_module(config.custom_rm_path or DEFAULT_REWARD).__dict__
+    checks: list[RowCheck] = [generate["check_prompt"]] if "check_prompt" in generate else []
+    if "check_tools" in generate:
+        checks.append(ToolsCheck(generate["check_tools"]))
+    return [*checks, reward["check_label"]] if "check_label" in reward else checks
 
 
 async def run_sample(

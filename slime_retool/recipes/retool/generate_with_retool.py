@@ -23,7 +23,7 @@ from slime_retool.reward import conversation_messages, default_reward, format_sc
 from slime_retool.rollout.context import current_context
 from slime_retool.sandbox import Sandbox
 from slime_retool.tool_use import LoopBudgets, ToolRegistry, make_format, run_chat_loop, run_tool_loop
-from slime_retool.types import Sample
+from slime_retool.types import Sample, ToolSchema
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ MakeTools = Callable[[Config], AbstractAsyncContextManager[ToolRegistry]]
 def check_prompt(args: Config, sample: Sample) -> None:
     """Raise ConfigError for a data row that offers the model a tool which `generate` cannot run."""
     ToolRegistry(tools(args, Sandbox())).require(sample.tools or [])
+
+
+def check_tools(args: Config, schemas: list[ToolSchema] | None, tokenizer: Any) -> None:
+    """Raise ConfigError when `--tool-format` cannot write these tools (None: the recipe's) with this tokenizer."""
+    make_format(args.tool_format, tokenizer, schemas or ToolRegistry(tools(args, Sandbox())).schemas())
 
 
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
