@@ -152,7 +152,7 @@ PYTHONS_TEXT = TEMPLATE.replace("function.arguments | tojson", "function.argumen
         (DROPS_CALLS, "drops the tool calls"),
         (DROPS_RESULTS, "drops messages of role tool"),
         (NO_SCHEMA, "does not show the model the schema"),
-        (NO_END, "must end an assistant turn with a special token"),
+        (NO_END, "must end an assistant turn with a special token.*; give the checkpoint a chat_template.jinja"),
         ("{{ raise_exception('no tools here') }}", "no tools here"),
         (None, "no chat template"),
     ],

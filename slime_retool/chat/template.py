@@ -23,6 +23,7 @@ TURN_MARK = "qzturnqz"
 """A word that no data row and no template holds, and that templates neither strip, split nor escape."""
 _ASK: Message = {"role": "user", "content": "x"}
 _REPLY: Message = {"role": "assistant", "content": TURN_MARK}
+_OTHER_TEMPLATE = "give the checkpoint a chat_template.jinja that does, by tokens of its tokenizer, and begin with SFT"
 
 
 def load_tokenizer(path: str | Path, flag: str = "--hf-checkpoint") -> Any:
@@ -115,7 +116,7 @@ class ChatTemplate:
         if not token:
             raise ConfigError(
                 "the chat template must end an assistant turn with a special token of the tokenizer (such as "
-                f"<|im_end|>), got {behind!r}"
+                f"<|im_end|>), got {behind!r}; {_OTHER_TEMPLATE}"
             )
         return token
 
@@ -174,7 +175,7 @@ class ChatTemplate:
         if not header.strip() or not end or not behind.startswith(end):
             raise DataError(
                 f"assistant turns must begin with a header and end with a special token; this chat template writes "
-                f"{header!r} before and {behind!r} after"
+                f"{header!r} before and {behind!r} after; {_OTHER_TEMPLATE}"
             )
         return TurnMarks(header, generation_prompt, end)
 

@@ -71,7 +71,9 @@ def render_conversation(
     for tool in tools or []:
         name = tool.get("function", tool)["name"]
         if name not in whole:
-            raise DataError(f"the chat template does not show the tool {name!r}; use a tool-capable template")
+            raise DataError(
+                f"the chat template does not show the tool {name!r}; use --tool-format retool, or another template"
+            )
     return whole
 
 

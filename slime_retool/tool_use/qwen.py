@@ -88,17 +88,17 @@ def check_template(tokenizer: Any) -> None:
     for problem, kept in rules.items():
         if not kept:
             raise ConfigError(f"the chat template {problem}; {_ADVICE}")
+    behind_call = conversation[conversation.index(TURN_MARK) : conversation.index(TEXT_MARK)]
+    if template.end_token not in behind_call:
+        raise ConfigError(
+            f"the chat template must end a turn with tool calls by {template.end_token!r}, as other turns; {_ADVICE}"
+        )
     # Only what follows the question: a template may explain calls by an example in front of it.
     turn = conversation[: conversation.index(TEXT_MARK)].removeprefix(asked)
     if parse_tool_calls(turn, [schema]) != [ToolCall("probe", _ARGUMENTS)]:
         raise ConfigError(
             "the chat template writes tool calls in a form that --tool-format qwen does not read "
             f'(<tool_call>{{"name": ..., "arguments": ...}}</tool_call> is), namely {turn[:300]!r}; {_ADVICE}'
-        )
-    behind_call = conversation[conversation.index(TURN_MARK) : conversation.index(TEXT_MARK)]
-    if template.end_token not in behind_call:
-        raise ConfigError(
-            f"the chat template must end a turn with tool calls by {template.end_token!r}, as other turns; {_ADVICE}"
         )
 
 
