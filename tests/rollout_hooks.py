@@ -130,6 +130,11 @@ async def outage_for_odd(args: Config, sample: Sample) -> float:
     return float(sample.index)
 
 
+async def expected_reward(args: Config, sample: Sample) -> float:
+    """Whether the response is what the row's metadata expect; a label, where there is one, is to be in it, too."""
+    return float(sample.response == sample.metadata["expected"] and (sample.label or "") in sample.response)
+
+
 async def broken_reward(args: Config, sample: Sample) -> float:
     raise ZeroDivisionError("a mistake of the user")
 
@@ -161,6 +166,15 @@ async def unequal_generate(args: Config, sample: Sample, sampling_params: dict[s
 
     sample = await generate(args, sample, sampling_params)
     sample.rollout_log_probs.pop()
+    return sample
+
+
+async def noting_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Keeps something in metadata, under a key of its own and under one that a row may have."""
+    from slime_retool.rollout.generate import generate
+
+    sample = await generate(args, sample, sampling_params)
+    sample.metadata |= {"completion_tokens": 17, "mine": {1: ["noted"]}}
     return sample
 
 

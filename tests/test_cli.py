@@ -174,7 +174,7 @@ def _keep_transcripts(folder: Path) -> None:
         (folder / "set.jsonl").unlink()
         (folder / "set.jsonl").symlink_to("/dev/full")
         transcripts._file = (folder / "set.jsonl").open("a")  # as if the disk had filled up meanwhile
-        transcripts.add(Sample("q", "2"))
+        transcripts.add(Sample("q", "2"), Sample("q", "2"))
 
 
 @pytest.mark.parametrize("write", [_log, _dump, _dump_trained, _keep_transcripts], ids=lambda write: write.__name__)

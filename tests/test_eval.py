@@ -22,7 +22,7 @@ from slime_retool.commands.eval import main as eval_main
 from slime_retool.config import Config, flag, parse_config, resolve, validate
 from slime_retool.config.validate import check_batches, validate_evaluation
 from slime_retool.engine.server import kv_tokens
-from slime_retool.errors import ConfigError, EngineError, RewardError, ToolUnavailable
+from slime_retool.errors import ConfigError, EngineError, MissingLabel, ToolUnavailable
 from slime_retool.rollout.chat_endpoint import ChatEndpoint, _is_near
 from slime_retool.rollout.context import use_context
 from slime_retool.rollout.engine_client import RouterClient
@@ -190,7 +190,9 @@ async def test_samples_of_another_setting_are_not_mixed_in(tmp_path):
         ({"tool_timeout": 1.0}, sets, "tools"),
         ({"tool_memory_mb": 32}, sets, "tools"),
         ({}, {"one": [Sample(prompt="cd")]}, "data"),
-        ({}, {"one": [Sample(prompt="ab", label="5")]}, "data"),
+        ({}, {"one": [Sample(prompt="ab", tools=[{"type": "function", "function": {"name": "f"}}])]}, "data"),
+        ({}, {"one": [Sample(prompt="ab", label="5")]}, "labels_and_metadata"),
+        ({}, {"one": [Sample(prompt="ab", metadata={"expected": "5"})]}, "labels_and_metadata"),
     ]
     for fields, other_sets, changed in others:
         other = scripted_context(make_config(tmp_path, **fields), lambda text, _: text)
@@ -252,13 +254,82 @@ async def test_kept_samples_are_said_to_be_and_rescore_scores_them_again_without
     assert [row["reward"] for row in rows] == [{"score": 0.0}] * 4
     assert [[span["name"] for span in row["spans"]] for row in rows] == [["generate", "reward"]] * 4
     # What the samples themselves depend on may not change.
-    with pytest.raises(ConfigError, match="another evaluation .sampling was"):
+    with pytest.raises(ConfigError, match="another evaluation .sampling was .*; give a new --output-dir"):
         await run(**changed, rescore=True, eval_temperature=0.3)
-    # A reward that fails leaves everything as it was.
+    # A mistake in the reward's configuration leaves everything as it was.
     files = [path.read_bytes(), path.with_suffix(".setting.json").read_bytes()]
-    with pytest.raises(RewardError, match="the judge is down"):
-        await run(rescore=True, custom_rm_path="rollout_hooks.outage_for_odd")
+    with pytest.raises(MissingLabel):
+        await run(rescore=True, custom_rm_path=None)
     assert [path.read_bytes(), path.with_suffix(".setting.json").read_bytes()] == files
+
+
+async def test_rescore_scores_by_the_labels_and_metadata_that_the_data_has_now(tmp_path):
+    path = tmp_path / "eval" / "one_-00001.jsonl"
+    hooks = {
+        "custom_generate_function_path": "rollout_hooks.noting_generate",
+        "custom_rm_path": "rollout_hooks.expected_reward",
+        "rollout_max_response_len": 2,
+    }
+
+    async def run(row: Sample, **changes: Any) -> tuple[float, int]:
+        context = scripted_context(make_config(tmp_path, **hooks, **changes), lambda text, _: text)
+        async with use_context(context):
+            metrics = await evaluate(context, {"one": [row]}, resume=True)
+        return metrics["eval/one/reward"], context.engine.calls
+
+    def metadata() -> list[dict[str, Any]]:
+        return [json.loads(line)["metadata"] for line in path.read_text().splitlines()]
+
+    of_hook = {"completion_tokens": 17, "mine": {"1": ["noted"]}}
+    wrong = {"expected": "xy", "nan": float("nan"), "completion_tokens": 5, "left": "out"}
+    assert await run(Sample(prompt="ab", metadata=wrong)) == (0.0, 2)
+    assert await run(Sample(prompt="ab", metadata=wrong)) == (0.0, 0)
+    right = Sample(prompt="ab", metadata={"expected": "ab", "nan": None, "completion_tokens": 6})
+    with pytest.raises(ConfigError, match="labels_and_metadata was .*; give --rescore where only"):
+        await run(right)
+    assert await run(right, rescore=True) == (1.0, 0)
+    assert await run(right) == (1.0, 0)
+    assert metadata() == [{"expected": "ab", "nan": None, **of_hook}] * 2
+    right.label = "c"
+    assert await run(right, rescore=True) == (0.0, 0)
+    right.label = "b"
+    assert await run(right, rescore=True) == (1.0, 0)
+    assert [json.loads(line)["label"] for line in path.read_text().splitlines()] == ["b"] * 2
+    with pytest.raises(ConfigError, match="data was .*; give a new --output-dir"):
+        await run(Sample(prompt="ef", metadata=right.metadata), rescore=True)
+
+
+async def test_an_outage_of_the_reward_costs_rescore_one_sample_which_is_scored_at_the_next_call(tmp_path, caplog):
+    sets = {"one": [Sample(prompt=p) for p in ("ab", "abcdefgh")]}
+    path = tmp_path / "eval" / "one_-00001.jsonl"
+
+    def rows() -> list[dict[str, Any]]:
+        return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["index"])
+
+    async def run(answer: str, **changes: Any) -> tuple[float, float, int]:
+        config = make_config(tmp_path, rollout_max_context_len=8, **changes)
+        context = scripted_context(config, lambda text, _: answer)
+        async with use_context(context):
+            metrics = await evaluate(context, sets, resume=True)
+        return metrics["eval/one/reward"], metrics["eval/one/failed"], context.engine.calls
+
+    assert await run("cd") == (1.0, 0.0, 2)  # 2 and, without room for a response, 0
+    before = rows()
+    down = {"custom_rm_path": "rollout_hooks.outage_for_odd"}
+    fresh = scripted_context(make_config(tmp_path / "fresh", rollout_max_context_len=8, **down), lambda *_: "cd")
+    async with use_context(fresh):
+        metrics = await evaluate(fresh, sets, resume=True)
+    assert await run("other", **down, rescore=True) == (metrics["eval/one/reward"], metrics["eval/one/failed"], 0)
+    assert "failed at the reward: the judge is down" in caplog.text
+    lost = [row for row in rows() if row["status"] == "failed"]
+    assert [(row["index"], row["reward"]) for row in lost] == [(1, None), (3, None)]
+    assert [row["error"] for row in lost] == ["reward: the judge is down"] * 2
+    assert [row["response"] for row in rows()] == ["cd", "cd", "", ""]
+    assert await run("other", **down) == (1.0, 0.5, 0)
+    # With a reward that works all is as it was, statuses and errors included.
+    assert await run("other", rescore=True) == (1.0, 0.0, 0)
+    assert [row | {"spans": []} for row in rows()] == [row | {"spans": []} for row in before]
+    assert [row["status"] for row in before] == ["completed", "completed", "truncated", "truncated"]
 
 
 async def test_sets_whose_names_differ_in_a_sign_have_files_of_their_own(tmp_path):

@@ -310,7 +310,9 @@ class EvalArgs:
     eval_top_k: int | None = flag(None, min=1, off=-1, help="As --rollout-top-k.")
     skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
     rescore: bool = flag(
-        False, help="`slime-retool eval` only: score samples that are there already again, by the reward as it is now."
+        False,
+        help="`slime-retool eval` only: score samples that are there already again, by the reward, the labels and "
+        "the metadata as they are now.",
     )
     eval_endpoint_url: str | None = flag(
         None, url=True, help="`slime-retool eval` only: a model behind this OpenAI-compatible API (.../v1)."

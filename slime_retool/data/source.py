@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slime_retool.config import Config
@@ -123,7 +123,8 @@ class _Stream:
         if with_source or data.is_named:
             for sample in self.rows:
                 sample.source = data.name
-        self.digest = _digest(self.rows)
+        # What a run reads of them.
+        self.digest = digest([row.prompt, row.label, row.tools, row.metadata] for row in self.rows)
         self.move_to(0, 0)
 
     @property
@@ -147,11 +148,10 @@ class _Stream:
         return self.rows[self._order[self.offset - 1]]
 
 
-def _digest(rows: Sequence[Sample]) -> str:
-    """Tells rows apart by what a run reads of them, and by their order."""
+def digest(contents: Iterable[list[Any]]) -> str:
+    """Tells rows apart by these contents of each, and by their order."""
     found = hashlib.sha256()
-    for row in rows:
-        content = [row.prompt, row.label, row.tools, row.metadata]
+    for content in contents:
         found.update(json.dumps(content, sort_keys=True, default=repr).encode())
     return found.hexdigest()[:16]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import re
@@ -17,7 +16,7 @@ from tqdm import tqdm
 
 from megatron_bridge.flags import public_values
 from slime_retool.config import Config
-from slime_retool.data.source import copy_sample
+from slime_retool.data.source import copy_sample, digest
 from slime_retool.errors import RolloutError
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.eval_metrics import all_sets_metrics, set_metrics
@@ -27,7 +26,7 @@ from slime_retool.rollout.transcripts import Transcripts
 from slime_retool.types import Sample
 
 logger = logging.getLogger(__name__)
-SCORING = ("reward", "scoring", "hooks")
+SCORING = ("reward", "scoring", "hooks", "labels_and_metadata")
 """Settings that --rescore may change."""
 TOOLS = (
     *("tool_format", "max_turns", "max_tool_calls", "max_observation_tokens"),
@@ -48,7 +47,8 @@ async def evaluate(
 
     Each transcript is written as it ends, to `output_dir/eval/<name>_<rollout_id>.jsonl`; with `resume` those that are
     there already are not generated again (the weights must be the same), and with `config.rescore` they are all scored
-    again before anything else; then what only scores depend on may have changed.
+    again before anything else; then what only scores depend on may have changed, labels and metadata of the data
+    included. One that an outage keeps from being scored again is FAILED, and scored at the next call.
 
     Raises RolloutError when no sample of a set could be scored, ConfigError when `resume` meets samples of another
     evaluation, and whatever a hook raises that is not a RolloutError.
@@ -81,22 +81,31 @@ async def evaluate(
                     may_differ=SCORING if config.rescore else (),
                 )
             )
-            if kept := transcripts[name].done:
-                logger.info(
-                    "evaluation set %r: %d of %d samples are there already and %s",
-                    name, len(kept), len(copies[name]),
-                    "are scored again" if config.rescore else "keep their scores; --rescore scores them again",
-                )  # fmt: skip
-                if config.rescore:
-                    again = (score_again(config, hooks, sample) for sample in kept.values())
-                    transcripts[name].write_again(await run_all(again))
+            kept, of_set = transcripts[name].kept, copies[name]
+            unscored = [
+                each.unscored(of_set[index])
+                for index, each in kept.items()
+                if config.rescore or each.sample.status not in USABLE
+            ]
+            for count, what in (
+                (len(kept) - len(unscored), "keep their scores; --rescore scores them again"),
+                (len(unscored), "are scored again"),
+            ):
+                if count:
+                    logger.info(
+                        "evaluation set %r: %d of %d samples are there already and %s", name, count, len(of_set), what
+                    )
+            if unscored:
+                scored = await run_all(score_again(config, hooks, sample) for sample in unscored)
+                transcripts[name].write_again(scored)
 
         async def run(name: str, sample: Sample) -> Sample:
-            done = transcripts[name].done.get(sample.index)
-            if done is None:
-                with_ids = context.chat is None
+            if kept := transcripts[name].kept.get(sample.index):
+                done = kept.sample
+            else:
+                row, with_ids = eval_sets[name][sample.group_index], context.chat is None
                 done = await run_sample(config, hooks, sample, params, with_ids=with_ids, answers_all=True)
-                transcripts[name].add(done)
+                transcripts[name].add(done, row)
             bar.update()
             return done
 
@@ -124,7 +133,6 @@ async def evaluate(
 
 def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list[Sample]) -> dict[str, Any]:
     """What a transcript depends on, as far as the configuration knows; its weights are beside it."""
-    rows = [[sample.prompt, sample.label, sample.tools] for sample in samples]
     return {
         "model": config.eval_endpoint_model or config.hf_checkpoint,
         "servers": config.eval_endpoint_url or sorted(config.rollout_external_urls),
@@ -139,8 +147,9 @@ def _setting(config: Config, hooks: Hooks, params: dict[str, Any], samples: list
         "hooks": public_values(*config.hook_args),
         "context_len": config.context_limit,
         "prompts": len(samples),
-        # Tells sets apart that have as many prompts.
-        "data": hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest(),
+        # Tell sets apart that have as many prompts. The order of keys counts: chat templates write them in it.
+        "data": digest([json.dumps([sample.prompt, sample.tools], default=repr)] for sample in samples),
+        "labels_and_metadata": digest([sample.label, sample.metadata] for sample in samples),
     }
 
 

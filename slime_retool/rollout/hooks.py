@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime_retool.config import Config
@@ -140,9 +140,7 @@ async def run_sample(
                 sample.reward = await hooks.reward(config, sample)
             sample.reward_value(config.reward_key)
     except RolloutError as error:
-        sample.status = SampleStatus.FAILED
-        sample.error = f"{error.boundary}: {error}"
-        hooks.failures.add(error.boundary, f"sample {sample.index} failed at the {sample.error}", error.__cause__)
+        sample.status, sample.error = SampleStatus.FAILED, _failure(hooks, sample, error)
     except (UserError, ServerError, TrainerDied):  # says in one line what is wrong, and is no mistake in a hook
         raise
     except Exception:
@@ -155,13 +153,26 @@ async def run_sample(
 
 
 async def score_again(config: Config, hooks: Hooks, sample: Sample) -> Sample:
-    """A new reward for a sample that was generated and scored before. Raises whatever the hook raises."""
+    """A new reward for a sample that was generated before; an outage makes it FAILED, as in `run_sample`.
+
+    Raises whatever the hook raises that is not a RolloutError.
+    """
     spans: list[Span] = []
-    with hooks.reward_time, timed("reward", spans):
-        sample.reward = await hooks.reward(config, sample)
-    sample.reward_value(config.reward_key)
+    try:
+        with hooks.reward_time, timed("reward", spans):
+            sample.reward = await hooks.reward(config, sample)
+        sample.reward_value(config.reward_key)
+    except RolloutError as error:
+        sample = replace(sample, reward=None, status=SampleStatus.FAILED, error=_failure(hooks, sample, error))
     sample.spans = [*(span for span in sample.spans if span["name"] != "reward"), *spans]
     return sample
+
+
+def _failure(hooks: Hooks, sample: Sample, error: RolloutError) -> str:
+    """What `Sample.error` says of an outage; the log says it too."""
+    text = f"{error.boundary}: {error}"
+    hooks.failures.add(error.boundary, f"sample {sample.index} failed at the {text}", error.__cause__)
+    return text
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, Sample]]) -> list[Sample]:

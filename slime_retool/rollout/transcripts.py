@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +98,53 @@ def _with_text_keys(value: Any) -> Any:
     return [_with_text_keys(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
+@dataclass(slots=True)
+class KeptSample:
+    """A sample as its line has it, with what the line says of how it came about."""
+
+    sample: Sample
+    """With its reward; FAILED where an outage kept it from being scored again."""
+    from_row: list[str]
+    """Keys of its metadata that have the values of the data row; all others are of hooks."""
+    generated: dict[str, Any]
+    """`status` and `error` before it was scored again."""
+
+    @classmethod
+    def new(cls, sample: Sample, row: Sample) -> KeptSample:
+        """A sample that was just generated for this data row."""
+        # Compared as text: of arrays, == is no yes or no, and NaN is not equal to itself.
+        from_row = [
+            key for key, value in row.metadata.items()
+            if key in sample.metadata and repr(sample.metadata[key]) == repr(value)
+        ]  # fmt: skip
+        return cls(sample, from_row, {"status": sample.status, "error": sample.error})
+
+    @classmethod
+    def of_line(cls, line: dict[str, Any]) -> KeptSample:
+        """What was written of one."""
+        generated = line["generated"]
+        return cls(sample_of(line), line["from_row"], generated | {"status": SampleStatus(generated["status"])})
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """Fields of its line beside the sample's own."""
+        return {"from_row": self.from_row, "generated": self.generated}
+
+    def unscored(self, row: Sample) -> Sample:
+        """As it was generated, with the label and the metadata that its data row has now and what hooks added."""
+        of_hooks = {key: value for key, value in self.sample.metadata.items() if key not in self.from_row}
+        return replace(self.sample, label=row.label, metadata=row.metadata | of_hooks, reward=None, **self.generated)
+
+
 class Transcripts:
     """The samples of one evaluation set, written as they end: a stopped evaluation goes on where it was.
 
     Use it as a context manager.
 
-    Without `resume` the file starts empty. With it, samples that an earlier evaluation left are in `done`, by
-    `Sample.index`; those that FAILED or were ABORTED are not, so that they are tried again. `setting` describes what
-    the samples depend on and is kept beside the file; another one is refused, but for what `may_differ`: then samples
-    that are there must be written again (`write_again`), and until they are both files stay as they were.
+    Without `resume` the file starts empty. With it, samples that an earlier evaluation left are in `kept`, by
+    `Sample.index`; those that FAILED or were ABORTED as they were made are not, so that they are tried again. `setting`
+    describes what the samples depend on and is kept beside the file; another one is refused, but for what `may_differ`:
+    then samples that are there must be written again (`write_again`), and until they are both files stay as they were.
     """
 
     def __init__(
@@ -115,34 +153,35 @@ class Transcripts:
     ) -> None:  # fmt: skip
         """`further`: fields that every line holds beside the sample's own. Raises ConfigError, see the class."""
         self._path, self._further = path, further
-        self.done: dict[int, Sample] = {}
+        self.kept: dict[int, KeptSample] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".setting.json")
         text = json.dumps(setting, indent=1, sort_keys=True, default=repr)
         if resume and path.exists():
             self._check(beside, text, may_differ)
-            self.done = _read(path)
+            self.kept = _read(path)
         self._setting = beside, text
-        if self.done and may_differ:
+        if self.kept and may_differ:
             self._file = path.open("a", **ENCODING)
         else:
-            self._write_done()
+            self._write_kept()
 
-    def add(self, sample: Sample) -> None:
-        """Write one finished sample."""
-        self._file.write(_line(sample, self._further))
+    def add(self, sample: Sample, row: Sample) -> None:
+        """Write one finished sample of this data row."""
+        self._file.write(_line(sample, self._further | KeptSample.new(sample, row).beside))
         self._file.flush()
 
     def write_again(self, samples: Iterable[Sample]) -> None:
-        """Replace those that were there already."""
+        """Replace these, which were there already."""
         self._file.close()
-        self.done = {sample.index: sample for sample in samples}
-        self._write_done()
+        for sample in samples:
+            self.kept[sample.index].sample = sample
+        self._write_kept()
 
-    def _write_done(self) -> None:
+    def _write_kept(self) -> None:
         beside, text = self._setting
         beside.write_text(text, encoding="utf-8")
-        dump_samples(self._path, ((sample, self._further) for sample in self.done.values()))
+        dump_samples(self._path, ((each.sample, self._further | each.beside) for each in self.kept.values()))
         self._file = self._path.open("a", **ENCODING)
 
     def __enter__(self) -> Transcripts:
@@ -158,21 +197,22 @@ class Transcripts:
         changed = sorted(key for key in {*before, *now} - {*may_differ} if before.get(key) != now.get(key))
         if changed:
             was, is_now = before.get(changed[0]), now.get(changed[0])
+            rescore = "" if may_differ else "--rescore where only scores depend on it, else "
             raise ConfigError(
                 f"{beside.parent} holds samples of another evaluation ({changed[0]} was {was}, now it is {is_now}); "
-                "give --rescore where only scores depend on it, else a new --output-dir"
+                f"give {rescore}a new --output-dir"
             )
 
 
-def _read(path: Path) -> dict[int, Sample]:
-    """Usable samples by index; a last line that was cut off is left out."""
-    done: dict[int, Sample] = {}
+def _read(path: Path) -> dict[int, KeptSample]:
+    """Samples that were generated, by index; a last line that was cut off is left out."""
+    found: dict[int, KeptSample] = {}
     for line in path.read_text(encoding="utf-8").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        sample = sample_of(row)
-        if sample.status in USABLE:
-            done[sample.index] = sample
-    return done
+        kept = KeptSample.of_line(row)
+        if kept.generated["status"] in USABLE:
+            found[kept.sample.index] = kept
+    return found
