@@ -210,6 +210,35 @@ def test_the_state_of_a_sharded_optimizer_is_megatrons_own_to_the_bit(processes:
     assert len(results[0]["stored"]) > 20 and all(results[0]["stored"])
 
 
+def _sharded_resume(rank: int, world_size: int, root: str, experts: bool) -> dict[str, Any]:
+    options = {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_topk": 2} if experts else {}
+    trainer = sharded_trainer(rank, world_size, sft(root, **options))
+    parts = len(trainer.actor.optimizer.chained_optimizers)
+    for rollout_id in range(2):
+        step(trainer, rollout_id)
+    trainer.save(1, {})
+    step(trainer, 2)
+    straight = weights(trainer)
+    trainer.shutdown()
+    trainer = sharded_trainer(rank, world_size, sft(root, **options))
+    trainer.load()
+    step(trainer, 2)
+    resumed = weights(trainer)
+    states = [state for part in trainer.actor.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    trainer.shutdown()
+    return {
+        "parts": parts, "steps": {float(state["step"]) for state in states},
+        "equal": [torch.equal(straight[name], value) for name, value in resumed.items()],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("processes", "experts"), [(1, False), (2, False), (2, True)])
+def test_a_sharded_optimizer_of_torchs_adam_goes_on_as_if_it_had_not_stopped(processes, experts, tmp_path: Path):
+    results = run_distributed(_sharded_resume, processes, str(tmp_path), experts)
+    assert [(result["parts"], result["steps"]) for result in results] == [(1 + experts, {3.0})] * processes
+    assert len(results[0]["equal"]) > 20 and all(results[0]["equal"])
+
+
 def _counterpart(rank: int, world_size: int, root: str) -> dict[str, Any]:
     folders = {"critic_save": f"{root}/critic", "advantage_estimator": "ppo", "critic_num_nodes": 1}
     config = tiny_config(load=f"{root}/actor", save=f"{root}/actor", **folders)

@@ -31,7 +31,7 @@ from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.torch_dist_io import TorchDistReader
 from slime_retool.errors import CheckpointError
 from slime_retool.run_folder import STATE_FILE
-from slime_retool.trainer.optimizer_state import OPTIMIZER_FORMAT
+from slime_retool.trainer.optimizer_state import load_optimizer_state, state_to_load
 
 logger = logging.getLogger(__name__)
 RNG_FILE = "rng.pt"
@@ -76,13 +76,11 @@ def load(
     else:
         kept = take_out(tensors, lambda name: not is_adapter(name))
     if state.with_optimizer:
-        tensors["optimizer"] = optimizer.sharded_state_dict(
-            tensors["model"], is_loading=True, metadata=dict(OPTIMIZER_FORMAT)
-        )
+        tensors["optimizer"] = state_to_load(optimizer, tensors["model"])
     loaded = _load_tensors(directory, tensors, module, kept)
     if state.with_optimizer:
         options = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in optimizer.param_groups]
-        _loading(directory, lambda: optimizer.load_state_dict(loaded["optimizer"]))
+        _loading(directory, lambda: load_optimizer_state(optimizer, loaded["optimizer"]))
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
     if (directory / RNG_FILE).is_file():

@@ -36,6 +36,47 @@ def optimizer_state(optimizer: Any, model_state: dict[str, Any], copy: Callable[
     return {index: _part_state(part, model_state, copy) for index, part in enumerate(parts)}
 
 
+def state_to_load(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, Any]:
+    """What an optimizer that has not stepped asks a checkpoint for. Collective."""
+    # torch's Adam makes its state in its first step, and Megatron reads the number of steps from that state.
+    for part in optimizer.chained_optimizers:
+        if _is_sharded_torch_adam(part):
+            part._init_optimizer_states_with_dummy_values()
+    state: dict[Any, Any] = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=dict(OPTIMIZER_FORMAT))
+    return state
+
+
+def load_optimizer_state(optimizer: Any, state: dict[Any, Any]) -> None:
+    """Load what `state_to_load` asked for, read from a checkpoint."""
+    parts = optimizer.chained_optimizers
+    if not any(_is_sharded_torch_adam(part) for part in parts):
+        optimizer.load_state_dict(state)
+        return
+    for index, part in enumerate(parts):
+        _load_torch_adam(part, state if len(parts) == 1 else state[index])
+
+
+def _is_sharded_torch_adam(part: Any) -> bool:
+    """Whether Megatron's sharded optimizer steps with torch's Adam: Transformer Engine and Apex are missing."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _load_torch_adam(part: Any, state: dict[str, Any]) -> None:
+    """Megatron's `load_state_dict`, with a `step` of its own for each parameter.
+
+    Megatron looks for `step` among the tensors laid out like the weights, where it is not, and gives all parameters the
+    same tensor, which every parameter's update would count up.
+    """
+    part.load_state_dict({key: value for key, value in state.items() if not key.startswith("param_state")})
+    own = part.optimizer.state
+    steps = {parameter: states.pop("step") for parameter, states in own.items()}
+    part.load_parameter_state_from_fully_reshardable(state["param_state"])
+    for parameter, step in steps.items():
+        own[parameter]["step"] = step.clone()
+
+
 class _ZerosOnMeta(TorchFunctionMode):
     """`torch.zeros` takes no memory."""
 
