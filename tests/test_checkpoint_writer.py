@@ -239,6 +239,37 @@ def test_a_sharded_optimizer_of_torchs_adam_goes_on_as_if_it_had_not_stopped(pro
     assert len(results[0]["equal"]) > 20 and all(results[0]["equal"])
 
 
+def _other_options(rank: int, world_size: int, root: str, sharded: bool) -> tuple[bool, list[dict[str, float]]]:
+    import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+    import megatron.core.optimizer.optimizer as plain_optimizer
+
+    make = sharded_trainer if sharded else make_trainer
+    trainer = make(rank, world_size, sft(root))
+    step(trainer, 0)
+    trainer.save(0, {})
+    saved = weights(trainer)
+    trainer.shutdown()
+    # By which megatron-core 0.19 looks for a parameter group; 0.16 does by the last four.
+    keys = ("max_lr", "min_lr", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    with (
+        mock.patch.object(distrib_optimizer, "param_group_identifier_keys", keys),
+        mock.patch.object(plain_optimizer, "param_group_identifier_keys", keys),
+    ):
+        trainer = make(rank, world_size, sft(root, lr=5e-3, min_lr=1e-3, weight_decay=0.1, adam_beta1=0.5))
+        trainer.load()
+    loaded = weights(trainer)
+    groups = trainer.actor.optimizer.param_groups
+    trainer.shutdown()
+    chosen = [{"lr": group["max_lr"], "min_lr": group["min_lr"], "beta1": group["betas"][0]} for group in groups]
+    return all(torch.equal(saved[name], value) for name, value in loaded.items()), chosen
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_options_of_a_resumed_run_are_its_own_whatever_megatron_knows_groups_by(sharded: bool, tmp_path: Path):
+    ((equal, groups),) = run_distributed(_other_options, 1, str(tmp_path), sharded)
+    assert equal and groups == [{"lr": 5e-3, "min_lr": 1e-3, "beta1": 0.5}] * 2
+
+
 def _counterpart(rank: int, world_size: int, root: str) -> dict[str, Any]:
     folders = {"critic_save": f"{root}/critic", "advantage_estimator": "ppo", "critic_num_nodes": 1}
     config = tiny_config(load=f"{root}/actor", save=f"{root}/actor", **folders)

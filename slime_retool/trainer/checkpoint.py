@@ -79,10 +79,7 @@ def load(
         tensors["optimizer"] = state_to_load(optimizer, tensors["model"])
     loaded = _load_tensors(directory, tensors, module, kept)
     if state.with_optimizer:
-        options = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in optimizer.param_groups]
         _loading(directory, lambda: load_optimizer_state(optimizer, loaded["optimizer"]))
-        for group, own in zip(optimizer.param_groups, options, strict=True):
-            group.update(own)
     if (directory / RNG_FILE).is_file():
         torch.set_rng_state(_loading(directory, lambda: torch.load(directory / RNG_FILE, weights_only=True)))
     return state

@@ -47,13 +47,39 @@ def state_to_load(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, Any]
 
 
 def load_optimizer_state(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Load what `state_to_load` asked for, read from a checkpoint."""
+    """Load what `state_to_load` asked for, read from a checkpoint, but for the options of the run that saved."""
     parts = optimizer.chained_optimizers
-    if not any(_is_sharded_torch_adam(part) for part in parts):
+    states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
+    options = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
+    for part, saved in zip(parts, states, strict=True):
+        _take_schedule(part, saved)
+    if any(_is_sharded_torch_adam(part) for part in parts):
+        for part, saved in zip(parts, states, strict=True):
+            _load_torch_adam(part, saved)
+    else:
         optimizer.load_state_dict(state)
-        return
-    for index, part in enumerate(parts):
-        _load_torch_adam(part, state if len(parts) == 1 else state[index])
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+
+
+def _take_schedule(part: Any, state: dict[str, Any]) -> None:
+    """Give saved parameter groups the learning rates and weight decays of this run's.
+
+    megatron-core 0.19 looks for this run's groups among the saved ones by these values, too.
+    """
+    own = {_name_of(group): group for group in part.param_groups}
+    for group in state.get("optimizer", state)["param_groups"] if own else ():
+        now = own.get(_name_of(group))
+        if now is not None:
+            for key in ("max_lr", "min_lr", "start_wd", "end_wd"):
+                group.pop(key, None)
+                if key in now:
+                    group[key] = now[key]
+
+
+def _name_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a parameter group from another one, whatever the options of the run."""
+    return tuple(group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
 
 def _is_sharded_torch_adam(part: Any) -> bool:
