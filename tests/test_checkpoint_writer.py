@@ -270,6 +270,31 @@ def test_the_options_of_a_resumed_run_are_its_own_whatever_megatron_knows_groups
     assert equal and groups == [{"lr": 5e-3, "min_lr": 1e-3, "beta1": 0.5}] * 2
 
 
+def _halves(rank: int, world_size: int, root: str) -> tuple[str, str]:
+    def refusal() -> str:
+        with pytest.raises(CheckpointError) as error:
+            trainer.load()
+        return str(error.value)
+
+    trainer = make_trainer(rank, world_size, sft(root))
+    step(trainer, 0)
+    trainer.save(0, {"flags": {"use_precision_aware_optimizer": True}})
+    saved = refusal()
+    trainer.save(1, {"flags": {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}})
+    assert trainer.load()[0] == 2
+    for part in trainer.actor.optimizer.chained_optimizers:
+        part.config.use_precision_aware_optimizer = True
+    wanted = refusal()
+    trainer.shutdown()
+    return saved, wanted
+
+
+def test_halves_of_master_weights_are_not_loaded(tmp_path: Path):
+    ((saved, wanted),) = run_distributed(_halves, 1, str(tmp_path))
+    assert re.search(r"iter_0000000 was saved with --use-precision-aware-optimizer .*; pass it as --ref-load", saved)
+    assert re.search(r"iter_0000001 holds master weights, of which .* keeps halves .*; leave it out", wanted)
+
+
 def _counterpart(rank: int, world_size: int, root: str) -> dict[str, Any]:
     folders = {"critic_save": f"{root}/critic", "advantage_estimator": "ppo", "critic_num_nodes": 1}
     config = tiny_config(load=f"{root}/actor", save=f"{root}/actor", **folders)

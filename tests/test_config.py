@@ -721,6 +721,19 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(run_args, monkeypatch, 
     assert checked(run_args | ppo | {"--save": f"{tmp_path}/a"})
 
 
+@pytest.mark.parametrize("flag", ["--save", "--critic-save"])
+def test_halves_of_master_weights_are_not_saved(flag, run_args, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["slime_retool.config.validate"], "find_spec", lambda name: object())
+    args = run_args | {
+        "--device": "cuda", "--use-precision-aware-optimizer": None,
+        "--advantage-estimator": "ppo", "--n-samples-per-prompt": "1",
+    }  # fmt: skip
+    assert checked(args).use_precision_aware_optimizer
+    with pytest.raises(ConfigError, match=f"^{flag} .*--use-precision-aware-optimizer keeps .*; add --no-save-optim"):
+        checked(args | {flag: f"{tmp_path}/a"})
+    assert checked(args | {flag: f"{tmp_path}/a", "--no-save-optim": None}).no_save_optim
+
+
 def test_checkpoints_do_not_take_the_references_place(run_args, tmp_path):
     (tmp_path / "link").symlink_to(run_args["--ref-load"])
     for folder in (f"{run_args['--ref-load']}/", f"{tmp_path}/link", f"{tmp_path}/x/../ref"):

@@ -527,7 +527,9 @@ class PerfArgs:
         "vocabulary entry of a rank); the others are computed again.",
     )
     use_precision_aware_optimizer: bool = flag(
-        False, help="Keep master weights as bf16 and 16 further bits (exact; saves 2 bytes a parameter; needs TE)."
+        False,
+        help="Keep master weights as bf16 and 16 further bits (exact; saves 2 bytes a parameter; needs TE, and "
+        "--no-save-optim where checkpoints are saved).",
     )
     optimizer_cpu_offload: bool = flag(False, help="Keep optimizer state in host memory and update there.")
     optimizer_offload_fraction: float = flag(1.0, above=0, max=1, help="Share of it, with --optimizer-cpu-offload.")

@@ -195,6 +195,12 @@ def _check_checkpoints(config: Config) -> None:
         refuse_unused(
             config, ("save_interval", "save_seconds", "save_keep", "save_hf", "no_async_save"), "--save DIR"
         )
+    for save_flag, saved_to in config.save_folders.items():
+        require(
+            not config.use_precision_aware_optimizer or config.no_save_optim,
+            f"{save_flag} {saved_to}: --use-precision-aware-optimizer keeps 16 bits beside each bf16 weight, which a "
+            "checkpoint cannot hold; add --no-save-optim (a resumed run starts Adam anew) or leave it out",
+        )
     require(
         not _same_place(config.save, config.ref_load),
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "

@@ -31,7 +31,7 @@ from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.torch_dist_io import TorchDistReader
 from slime_retool.errors import CheckpointError
 from slime_retool.run_folder import STATE_FILE
-from slime_retool.trainer.optimizer_state import load_optimizer_state, state_to_load
+from slime_retool.trainer.optimizer_state import halves_master_weights, load_optimizer_state, state_to_load
 
 logger = logging.getLogger(__name__)
 RNG_FILE = "rng.pt"
@@ -56,7 +56,8 @@ def load(
     """Load the newest checkpoint under `root`, or that of rollout `iteration`, into model and optimizer. Collective.
 
     Options given to this run (learning rate, betas, ...) win over those of the run that saved. With `lora` only the
-    adapters are loaded. Raises CheckpointError when it is incomplete, or of another model or other adapters.
+    adapters are loaded. Raises CheckpointError when it is incomplete, or of another model, other adapters or an
+    optimizer that cannot go on from it.
     """
     directory = _directory(root if iteration is None else str(Path(root) / checkpoint_name(iteration)))
     state_path = directory / STATE_FILE
@@ -69,6 +70,8 @@ def load(
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{state_path} is damaged ({error}); resume from an older checkpoint") from error
     _check_adapters(directory, lora)
+    if state.with_optimizer:
+        _check_optimizer(directory, state, optimizer)
     tensors = model_state_dict(module)
     kept: dict[str, Tensor] = {}
     if lora is None:
@@ -134,6 +137,21 @@ def _check_adapters(directory: Path, lora: LoraSpec | None) -> None:
         )
     if lora is not None and saved is not None and saved.base != lora.base:
         logger.warning("the adapters in %s were trained on %s, and go on with %s", directory, saved.base, lora.base)
+
+
+def _check_optimizer(directory: Path, state: TrainerState, optimizer: Any) -> None:
+    """The checkpoint holds whole master weights, and the run wants such."""
+    flags = state.extra.get("flags", {})
+    if flags.get("use_precision_aware_optimizer") and not flags.get("optimizer_cpu_offload"):
+        raise CheckpointError(
+            f"{directory} was saved with --use-precision-aware-optimizer and holds only halves of its master weights; "
+            "pass it as --ref-load, to go on from its weights with a new Adam"
+        )
+    if halves_master_weights(optimizer):
+        raise CheckpointError(
+            f"{directory} holds master weights, of which --use-precision-aware-optimizer keeps halves that no "
+            "checkpoint holds; leave it out"
+        )
 
 
 def _directory(root: str) -> Path:

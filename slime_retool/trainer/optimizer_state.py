@@ -82,6 +82,12 @@ def _name_of(group: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
 
+def halves_master_weights(optimizer: Any) -> bool:
+    """Whether master weights are bits beside the bf16 weights; the optimizer on the host has whole ones."""
+    configs = [part.config for part in optimizer.chained_optimizers]
+    return any(config.use_precision_aware_optimizer and not config.optimizer_cpu_offload for config in configs)
+
+
 def _is_sharded_torch_adam(part: Any) -> bool:
     """Whether Megatron's sharded optimizer steps with torch's Adam: Transformer Engine and Apex are missing."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
