@@ -86,10 +86,7 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
             f"one of {', '.join(FAMILIES)} is"
         )
     family = FAMILIES[model_type]
-    if config.get("use_qk_norm"):
-        if family.with_qk_norm is None:
-            raise ValueError(f"config.json's use_qk_norm is not supported for model_type {model_type}")
-        family = family.with_qk_norm
+    family = _with_or_without_qk_norm(config, family)
     _refuse_unsupported(config, family)
     rope = _rope_parameters(config)
     heads, hidden = _need(config, "num_attention_heads"), _need(config, "hidden_size")
@@ -120,6 +117,20 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
         rope_scaling_factor=float(rope.get("factor", 8.0)),
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
         **experts,
+    )
+
+
+def _with_or_without_qk_norm(config: HfConfig, family: Family) -> Family:
+    """The family whose layers have norms of query and key, or none, as config.json says. ValueError where none does."""
+    found = config.get("use_qk_norm")
+    if found is None or bool(found) == family.qk_layernorm:
+        return family
+    if found and family.with_qk_norm is not None:
+        return family.with_qk_norm
+    always = "always" if family.qk_layernorm else "never"
+    raise ValueError(
+        f"config.json's use_qk_norm {found!r} is not supported for model_type {family.model_type}, whose layers "
+        f"{always} have norms of query and key: remove the key if it is not meant, or use another checkpoint"
     )
 
 

@@ -253,7 +253,10 @@ def test_a_model_that_is_not_implemented_is_refused(change, message, bf16_checkp
         ("qwen2_moe", {"attention_bias": True}, "attention_bias True"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window 4096 is not supported for mixtral"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ("qwen3_moe", {"use_qk_norm": True}, "use_qk_norm"),
+        ("qwen3", {"use_qk_norm": False}, "use_qk_norm False .*type qwen3, .*always have norms"),
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm False .*qwen3_moe, .*always have norms"),
+        ("llama", {"use_qk_norm": True}, "use_qk_norm True .*llama, .*never have norms"),
+        ("qwen2_moe", {"use_qk_norm": True}, "use_qk_norm True .*qwen2_moe, .*never have norms"),
     ],
 )
 def test_what_a_family_does_not_have_is_refused(kind, change, message, bf16_checkpoints):
@@ -261,6 +264,16 @@ def test_what_a_family_does_not_have_is_refused(kind, change, message, bf16_chec
     model_args_from_hf(config)
     with pytest.raises(ValueError, match=message):
         model_args_from_hf({**config, **change})
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("qwen3", True), ("qwen3_moe", True), ("llama", False), ("qwen2", False), ("glm4_moe", None)]
+)
+def test_a_config_may_say_what_its_family_always_has(kind, said, bf16_checkpoints):
+    """Qwen3-Coder-30B-A3B's config.json has use_qk_norm true beside model_type qwen3_moe."""
+    config = read_hf_config(bf16_checkpoints[kind])
+    config.pop("use_qk_norm", None)
+    assert model_args_from_hf({**config, "use_qk_norm": said}) == model_args_from_hf(config)
 
 
 @pytest.mark.parametrize(
