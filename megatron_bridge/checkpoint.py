@@ -197,6 +197,11 @@ def is_extra_state(key: str) -> bool:
     return re.fullmatch(r"_extra_state\d*", key.rpartition(".")[2]) is not None
 
 
+def is_weight(key: str) -> bool:
+    """Whether a tensor under this key is a model's; several optimizers of a run number their keys."""
+    return re.match(r"(chained_\d+\.)?optimizer\.", key) is None and not is_extra_state(key)
+
+
 def model_state_dict(module: Any) -> dict[str, Any]:
     """{"model": sharded state} of this rank's GPTModel, for `dist_checkpointing.save` and `load`."""
     return {"model": {key: value for key, value in module.sharded_state_dict().items() if not is_extra_state(key)}}

@@ -280,3 +280,4 @@ def _check_torch_dist(reader: TorchDistReader, model: ModelArgs, names: list[str
                 f"{reader.directory}: {name} has shape {list(found)}, the original's config.json implies "
                 f"{list(wanted)}: give the --origin-hf-dir that it was made of"
             )
+    reader.check_nothing_beyond(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -23,17 +24,33 @@ class MergedReader(TorchDistReader):
     def read(self, name: str) -> Tensor:
         """One full parameter, in the base's dtype."""
         weight = super().read(name)
-        layer, rest = split_name(name)
-        module, _, kind = rest.rpartition(".")
-        if layer is None or kind != "weight" or not self._spec.adapts(module):
+        adapted = self._adapted(name)
+        if adapted is None:
             return weight
-        a, b = read_adapter(self._adapters, layer, module)
+        a, b = read_adapter(self._adapters, *adapted)
         if a.shape[1] != weight.shape[1] or b.flatten(0, -2).shape[0] != weight.shape[0]:
             raise ValueError(
                 f"{self._adapters.directory}: the adapter of {name} does not fit the base {self.directory}: give the "
                 "--base-dir that it was trained on"
             )
         return merge_adapter(weight, a, b, self._spec.scale)
+
+    def check_nothing_beyond(self, names: Iterable[str]) -> None:
+        """Also looks at the adapters."""
+        names = list(names)
+        super().check_nothing_beyond(names)
+        self._adapters.check_nothing_beyond(
+            f"{name.removesuffix('weight')}{part}"
+            for name in names
+            if self._adapted(name) is not None
+            for part in (LORA_A, LORA_B)
+        )
+
+    def _adapted(self, name: str) -> tuple[int, str] | None:
+        """Layer and module of a weight that has an adapter."""
+        layer, rest = split_name(name)
+        module, _, kind = rest.rpartition(".")
+        return (layer, module) if layer is not None and kind == "weight" and self._spec.adapts(module) else None
 
 
 def open_weights(input_dir: str | Path, base_dir: str | Path | None) -> TorchDistReader:

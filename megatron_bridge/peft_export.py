@@ -57,21 +57,18 @@ def export_peft(
 
 def _check_adapters(reader: TorchDistReader, spec: LoraSpec, model: ModelArgs) -> None:
     """The adapters fit the model, or ValueError."""
-    mixtures = moe_layers(model)
-    for layer, mixture in enumerate(mixtures):
-        for name in spec.modules((model.num_experts or 0) if mixture else 0):
-            module = f"{LAYER_PREFIX}{layer}.{name}"
-            rows, columns = megatron_shape(f"{module}.weight", model)
-            a, b = reader.shape(f"{module}.{LORA_A}"), reader.shape(f"{module}.{LORA_B}")
-            found = (a[1], math.prod(b[:-1]))
-            if found != (columns, rows):
-                raise ValueError(
-                    f"{reader.directory}: the adapter of {module} has (inputs, outputs) {found}, config.json implies "
-                    f"{(columns, rows)}: give the --origin-hf-dir that it was trained on"
-                )
-    further = spec.modules((model.num_experts or 0) if mixtures[-1] else 0)[0]
-    if reader.holds(f"{LAYER_PREFIX}{len(mixtures)}.{further}.{LORA_A}"):
-        raise ValueError(
-            f"{reader.directory} has adapters of more than config.json's {len(mixtures)} layers: give the "
-            "--origin-hf-dir that they were trained on"
-        )
+    modules = [
+        f"{LAYER_PREFIX}{layer}.{name}"
+        for layer, mixture in enumerate(moe_layers(model))
+        for name in spec.modules((model.num_experts or 0) if mixture else 0)
+    ]
+    for module in modules:
+        rows, columns = megatron_shape(f"{module}.weight", model)
+        a, b = reader.shape(f"{module}.{LORA_A}"), reader.shape(f"{module}.{LORA_B}")
+        found = (a[1], math.prod(b[:-1]))
+        if found != (columns, rows):
+            raise ValueError(
+                f"{reader.directory}: the adapter of {module} has (inputs, outputs) {found}, config.json implies "
+                f"{(columns, rows)}: give the --origin-hf-dir that it was trained on"
+            )
+    reader.check_nothing_beyond(f"{module}.{part}" for module in modules for part in (LORA_A, LORA_B))

@@ -13,7 +13,7 @@ import math
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils.serialization import config as serialization_config
 
+from megatron_bridge.checkpoint import is_weight
 from megatron_bridge.direct_io import DirectWriter, read_tensor
 from megatron_bridge.model_config import ModelArgs, alike_layers, required
 from megatron_bridge.names import LAYER_PREFIX, split_expert, split_name
@@ -216,6 +217,29 @@ class TorchDistReader:
         except ValueError:
             return False
         return True
+
+    def weights(self) -> dict[str, TensorStorageMetadata]:
+        """What the checkpoint holds of a model, by key."""
+        found = self.metadata.state_dict_metadata.items()
+        return {key: stored for key, stored in found if isinstance(stored, TensorStorageMetadata) and is_weight(key)}
+
+    def check_nothing_beyond(self, names: Iterable[str]) -> None:
+        """Raise ValueError when the checkpoint holds weights beside these parameters, or lacks one of them."""
+        stacks: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            place = self.find(name)[1]
+            sizes = tuple(number + 1 for number in place.index)
+            stacks[place.key] = max(sizes, stacks.get(place.key, sizes))
+        beyond = [
+            key
+            for key, stored in self.weights().items()
+            if key not in stacks or tuple(stored.size[: len(stacks[key])]) != stacks[key]
+        ]
+        if beyond:
+            raise ValueError(
+                f"{self.directory} holds weights that the original's config.json has no place for: "
+                f"{', '.join(beyond[:3])} ({len(beyond)}): give the --origin-hf-dir that it was made of"
+            )
 
     def num_layers(self) -> int:
         """Number of layers that the checkpoint holds."""

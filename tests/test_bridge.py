@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -643,3 +644,43 @@ def test_weights_of_another_model_are_not_written_into_a_checkpoint(bf16_checkpo
     convert_hf_to_torch_dist(model_args_from_hf(read_hf_config(source)), source, tmp_path / "td", progress=False)
     with pytest.raises(ValueError, match="another model|shape"):
         convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", bf16_checkpoints["qwen3"], progress=False)
+
+
+def with_config(source: Path, target: Path, change: dict, keep: str) -> Path:
+    """`source` with another config.json, and those of its tensors whose names match `keep`."""
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({**read_hf_config(source), **change}))
+    tensors = {name: value for name, value in all_tensors(source).items() if re.fullmatch(keep, name)}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "keep", "beyond"),
+    [
+        ("qwen2", {"model_type": "llama"}, r".*weight", r"decoder\.layers\.self_attention\.linear_qkv\.bias \(1\)"),
+        (
+            "glm4_moe",
+            {"use_qk_norm": False},
+            r"(?!.*[qk]_norm).*",
+            r"decoder\.layers\.0\.self_attention\..*norm\.weight, .* \(6\)",
+        ),
+    ],
+)
+def test_weights_that_the_original_has_no_place_for_are_named(kind, change, keep, beyond, bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints[kind]
+    convert_hf_to_torch_dist(model_args_from_hf(read_hf_config(source)), source, tmp_path / "td", progress=False)
+    origin = with_config(source, tmp_path / "hf", change, keep)
+    with pytest.raises(ValueError, match=f"no place for: {beyond}"):
+        convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", origin, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_a_stack_of_more_experts_holds_weights_beyond_the_models(kind, bf16_checkpoints, tmp_path):
+    source = bf16_checkpoints[kind]
+    model = model_args_from_hf(read_hf_config(source))
+    reader = TorchDistReader(convert_hf_to_torch_dist(model, source, tmp_path / "td", progress=False))
+    reader.check_nothing_beyond(megatron_names(model))
+    fewer = dataclasses.replace(model, num_experts=model.num_experts - 1)
+    with pytest.raises(ValueError, match=r"no place for: .*mlp\.experts\.experts\.linear_fc1\.weight"):
+        reader.check_nothing_beyond(megatron_names(fewer))

@@ -5,6 +5,7 @@ Two groups of processes do the work (`_one_process`, then `_two_processes`); tes
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_utils import run_distributed
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_trainer_distributed import grpo_by_hand, hf_model
 from trainer_utils import assert_same_step, make_trainer, random_samples, tiny_config, weights
 
@@ -399,6 +400,23 @@ def test_converter_says_what_is_missing(one: dict[str, Any], root: Path, tmp_pat
         convert_torch_dist_to_hf(
             root / "adapters", tmp_path / "out", root / "hf", base_dir=tmp_path / "gone", progress=False
         )
+
+
+def test_adapters_of_more_layers_than_the_base_are_refused(one: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    """Whose widths are the same: nothing else tells them apart."""
+    c = dataclasses.replace(tiny_config(), num_layers=1)
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    content = json.loads((root / "hf" / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 1, "layer_types": ["full_attention"]}))
+    tensors = load_file(root / "hf" / "model.safetensors")
+    first = {name: value for name, value in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    save_file(first, hf / "model.safetensors", metadata={"format": "pt"})
+    convert_hf_to_torch_dist(c, hf, tmp_path / "base", progress=False)
+    with pytest.raises(ValueError, match=r"adapters.* no place for: decoder.layers.*lora_a"):
+        convert_torch_dist_to_hf(root / "adapters", tmp_path / "out", hf, base_dir=tmp_path / "base", progress=False)
+    with pytest.raises(ValueError, match=r"adapters.* no place for: decoder.layers.*lora_a"):
+        export_peft(root / "adapters", tmp_path / "peft", hf)
 
 
 def test_a_merge_in_bf16_rounds_once() -> None:

@@ -286,6 +286,8 @@ def _errors(rank: int, world_size: int, root: str) -> dict[str, str]:
         "deeper": _rl_config(root, True, num_layers=3),
         "untied": dataclasses.replace(_rl_config(root, True), untie_embeddings_and_output_weights=True),
         "vocabulary": _rl_config(root, True, vocab_size=500),
+        "head": _rl_config(root, True, load=f"{root}/untied", ref_load=None, use_kl_loss=False),
+        "norms": _rl_config(root, True, load=None, qk_layernorm=False),
     }
     for name, file, size in DAMAGED:
         copy = Path(root) / name
@@ -555,6 +557,8 @@ def test_optimizer_state_moves_to_another_layout(one: dict[str, Any], two: list[
         ("deeper", "CheckpointError: "),
         ("untied", "CheckpointError: "),
         ("vocabulary", "CheckpointError: "),
+        ("head", r"CheckpointError: .*no place for: output_layer.weight \(1\); compare the model flags"),
+        ("norms", r"CheckpointError: .*no place for: decoder.layers.self_attention.k_layernorm.weight, .* \(2\)"),
         *((name, "CheckpointError: .*iter_0000002") for name, _, _ in DAMAGED),
     ],
 )

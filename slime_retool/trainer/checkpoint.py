@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge.checkpoint import checkpoint_name, load_model_state, model_state_dict, resolve_checkpoint_dir
@@ -73,6 +74,7 @@ def load(
     if state.with_optimizer:
         _check_optimizer(directory, state, optimizer)
     tensors = model_state_dict(module)
+    _check_nothing_beyond(directory, tensors)
     kept: dict[str, Tensor] = {}
     if lora is None:
         _check_vocabulary(directory, vocab_size)
@@ -97,6 +99,7 @@ def load_weights(root: str, *, module: Any, vocab_size: int, skip: Collection[st
     _check_adapters(directory, None)
     _check_vocabulary(directory, vocab_size)
     state = model_state_dict(module)
+    _check_nothing_beyond(directory, state)
     _load_tensors(directory, state, module, take_out(state, lambda name: name in skip))
 
 
@@ -162,6 +165,19 @@ def _directory(root: str) -> Path:
     if not (directory / "metadata.json").is_file():
         raise CheckpointError(f"{directory} has no metadata.json: the checkpoint is incomplete; use another")
     return directory
+
+
+def _check_nothing_beyond(directory: Path, state: dict[str, Any]) -> None:
+    """Megatron leaves out what no rank asks for, be it biases of the model that was saved. Collective."""
+    stages: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(stages, {tensor.key for tensor in state["model"].values()})
+    held = _loading(directory, lambda: TorchDistReader(directory).weights())
+    beyond = sorted(held.keys() - set().union(*stages))
+    if beyond:
+        raise CheckpointError(
+            f"{directory} holds weights that this model has no place for: {', '.join(beyond[:3])} ({len(beyond)}); "
+            "compare the model flags with those it was made with"
+        )
 
 
 def _check_vocabulary(directory: Path, vocab_size: int) -> None:
