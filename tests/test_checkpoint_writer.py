@@ -21,7 +21,7 @@ from trainer_utils import make_trainer, random_samples, tiny_config, weights
 from megatron_bridge.checkpoint import PART, damage, model_state_dict
 from megatron_bridge.torch_dist_io import TorchDistReader
 from slime_retool.errors import CheckpointError, SaveError
-from slime_retool.run_folder import resume_point
+from slime_retool.run_folder import resume_point, saved_extra
 from slime_retool.trainer import checkpoint_writer
 from slime_retool.trainer.checkpoint_writer import CheckpointWriter
 from slime_retool.trainer.host_copies import HostCopies
@@ -316,6 +316,27 @@ def _counterpart(rank: int, world_size: int, root: str) -> dict[str, Any]:
 
 def test_an_actors_checkpoint_comes_into_force_after_the_critics(tmp_path: Path):
     assert run_distributed(_counterpart, 1, str(tmp_path)) == [{"alone": None, "both": 0}]
+
+
+def _again(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    folders = {"critic_save": f"{root}/critic", "advantage_estimator": "ppo", "critic_num_nodes": 1}
+    config = tiny_config(load=f"{root}/actor", save=f"{root}/actor", **folders)
+    critic, folder = make_trainer(rank, world_size, config, roles="critic"), Path(root) / "critic" / "iter_0000001"
+    critic.save(1, {"before the restart": True})
+    with held_disk() as go:
+        critic.save(1, {"before the restart": False}, background=True)
+        there = folder.exists()  # the actor's save begins here
+        go.set()
+        critic.finish_save()
+    critic.shutdown()
+    left = sorted(path.name for path in folder.parent.glob("iter_*"))
+    return {"there": there, "left": left, "saved": saved_extra(f"{root}/critic", 1)}
+
+
+def test_an_actor_does_not_wait_for_a_critics_checkpoint_from_before_a_restart(tmp_path: Path):
+    """The restart was made between the critic's save of a rollout and the actor's."""
+    (got,) = run_distributed(_again, 1, str(tmp_path))
+    assert got == {"there": False, "left": ["iter_0000001"], "saved": {"before the restart": False}}
 
 
 def _three(rank: int, world_size: int, root: str) -> None:

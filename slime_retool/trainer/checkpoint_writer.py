@@ -196,6 +196,21 @@ class CheckpointWriter:
             time.sleep(POLL_SECONDS)
 
 
+def retire(root: str, rollout_id: int) -> None:
+    """Rename the checkpoint of that rollout, if there is one, to what the next write deletes. One process calls it.
+
+    Raises SaveError where the folder cannot be renamed.
+    """
+    final = Path(root) / checkpoint_name(rollout_id)
+    old = final.with_name(final.name + OLD)
+    shutil.rmtree(old, ignore_errors=True)
+    try:
+        if final.exists():
+            final.rename(old)
+    except OSError as error:
+        raise SaveError(f"{final}, which is to be written again, cannot be renamed ({error}): delete it") from error
+
+
 def _fill(future: Future[float], work: Callable[[], float]) -> None:
     try:
         future.set_result(work())

@@ -38,7 +38,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.trainer import parallel
 from slime_retool.trainer.actor import Actor
 from slime_retool.trainer.batch import TrainBatch
-from slime_retool.trainer.checkpoint_writer import CheckpointWriter
+from slime_retool.trainer.checkpoint_writer import CheckpointWriter, retire
 from slime_retool.trainer.critic import Critic
 from slime_retool.trainer.dump import dump_trained
 from slime_retool.trainer.prepare import Prepared, mismatch_of_first_step, prepare, weigh
@@ -225,6 +225,10 @@ class Trainer:
             critic_save = self.config.of_critic().save
             assert critic_save is not None
             counterpart = Path(critic_save) / checkpoint_name(rollout_id)
+        if self._actor is None and self.rank == 0:
+            # The actor's processes wait for our folder, and begin after this call: one of an earlier try is not it.
+            assert self.critic.config.save is not None
+            retire(self.critic.config.save, rollout_id)
         # The critic first, for the same reason.
         staged = [
             role.stage(rollout_id, extra, self.writer.copies, counterpart if role is self._actor else None)
