@@ -41,9 +41,19 @@ def checkpoint_name(iteration: int | None) -> str:
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether it is one that `checkpoint_name` gives."""
+    return name == RELEASE or _ITERATION.fullmatch(name) is not None
+
+
 def exists(root: str | Path) -> bool:
     """Whether `root` holds a finished checkpoint."""
     return (Path(root) / LATEST_FILE).is_file()
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether `path` is itself the folder of one checkpoint (`iter_0000012`, `release`), and no root of several."""
+    return (Path(path) / ".metadata").is_file()
 
 
 def holds_checkpoints(root: str | Path) -> bool:
@@ -54,7 +64,7 @@ def holds_checkpoints(root: str | Path) -> bool:
 def is_part_of_root(name: str) -> bool:
     """Whether a file or folder called `name` may lie in a folder of checkpoints."""
     kept = name.removesuffix(PART).removesuffix(OLD)
-    return kept in (LATEST_FILE, RELEASE) or _ITERATION.fullmatch(kept) is not None
+    return kept == LATEST_FILE or is_checkpoint_name(kept)
 
 
 def what_it_is(path: str | Path) -> str:
@@ -184,10 +194,10 @@ def resolve_checkpoint_dir(path: str | Path) -> Path:
     Raises ValueError where there is no torch_dist checkpoint.
     """
     path = Path(path)
-    if (path / ".metadata").is_file():
+    if is_checkpoint(path):
         return path
     directory = path / checkpoint_name(latest_iteration(path))
-    if not (directory / ".metadata").is_file():
+    if not is_checkpoint(directory):
         raise ValueError(f"{directory} is not a torch_dist checkpoint: it has no .metadata file")
     return directory
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
 
-from megatron_bridge.checkpoint import resolve_checkpoint_dir
+from megatron_bridge.checkpoint import is_checkpoint, is_checkpoint_name, resolve_checkpoint_dir
 from megatron_bridge.lora import merge_adapter
 from megatron_bridge.lora_spec import LORA_A, LORA_B, LoraSpec
 from megatron_bridge.names import LAYER_PREFIX, split_name
 from megatron_bridge.torch_dist_io import TorchDistReader
+
+logger = logging.getLogger(__name__)
 
 
 class MergedReader(TorchDistReader):
@@ -69,7 +72,25 @@ def open_weights(input_dir: str | Path, base_dir: str | Path | None) -> TorchDis
     base = base_dir or spec.base
     if base is None or not Path(base).is_dir():
         raise ValueError(f"{directory} holds LoRA adapters of {base}, which is not there: give its place as --base-dir")
-    return MergedReader(resolve_checkpoint_dir(base), reader, spec)
+    return MergedReader(base_checkpoint(base, spec), reader, spec)
+
+
+def base_checkpoint(base: str | Path, spec: LoraSpec) -> Path:
+    """The frozen weights: `base` if it is a checkpoint, else that one under it that the adapters were trained on.
+
+    Where the adapters do not name it, or it is gone, the newest. Warns where that is another one than the newest.
+    Raises ValueError where there is no checkpoint.
+    """
+    newest = resolve_checkpoint_dir(base)
+    name = newest.name if spec.base is None else Path(spec.base).name
+    if is_checkpoint(base) or not is_checkpoint_name(name) or name == newest.name:
+        return newest
+    named = Path(base) / name
+    if is_checkpoint(named):
+        logger.warning("the newest in %s is %s; the adapters go on with their base, %s", base, newest.name, name)
+        return named
+    logger.warning("the adapters were trained on %s, which is gone from %s: %s is taken", name, base, newest.name)
+    return newest
 
 
 def read_adapter(reader: TorchDistReader, layer: int, module: str) -> tuple[Tensor, Tensor]:

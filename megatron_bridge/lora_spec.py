@@ -43,7 +43,7 @@ class LoraSpec:
     targets: tuple[str, ...]
     """Names of `TARGET_MODULES`."""
     base: str | None = None
-    """Checkpoint (torch_dist) of the frozen weights."""
+    """Checkpoint (torch_dist) of the frozen weights, `ROOT/iter_0000012` or `ROOT/release`; of older runs only ROOT."""
 
     @property
     def scale(self) -> float:

@@ -742,6 +742,24 @@ def test_checkpoints_do_not_take_the_references_place(run_args, tmp_path):
     assert checked(run_args | {"--save": f"{run_args['--ref-load']}/new"}).save
 
 
+def test_one_checkpoint_of_several_is_a_reference_and_nothing_to_go_on_from(run_args, tmp_path):
+    one = Path(run_args["--ref-load"]) / "iter_0000003"
+    one.mkdir()
+    (one / ".metadata").touch()
+    named = run_args | {"--ref-load": str(one)}
+    assert checked(named).ref_load == str(one)
+    with pytest.raises(ConfigError, match=f"--load {one} is one checkpoint: give the folder that it is in"):
+        checked(run_args | {"--load": str(one)})
+    with pytest.raises(ConfigError, match=f"--critic-load {one} is one checkpoint"):
+        checked(run_args | {"--advantage-estimator": "ppo", "--critic-load": str(one)})
+    with pytest.raises(ConfigError, match="--save .*iter_0000003 is --ref-load"):
+        checked(named | {"--save": str(one)})
+    same = named | {"--load": str(one.parent), "--save": str(one.parent)}
+    assert checked(same).save
+    with pytest.raises(ConfigError, match="--save-keep would delete --ref-load"):
+        checked(same | {"--save-keep": "2"})
+
+
 OTHER_KINDS = {
     "adapters for the model": ("--hf-checkpoint", "adapter_config.json", "holds LoRA adapters in PEFT's format"),
     "adapters for the reference": ("--ref-load", "adapter_config.json", "holds LoRA adapters in PEFT's format"),

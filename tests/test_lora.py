@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from safetensors.torch import load_file, save_file
 from test_trainer_distributed import grpo_by_hand, hf_model
 from trainer_utils import assert_same_step, make_trainer, random_samples, tiny_config, weights
 
+from megatron_bridge.checkpoint import checkpoint_name, write_latest
 from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 from megatron_bridge.layout import to_hf
 from megatron_bridge.lora import adapted_layers, initial_a, merge_adapter
+from megatron_bridge.lora_checkpoint import base_checkpoint, open_weights
 from megatron_bridge.lora_spec import TARGET_MODULES, LoraSpec, is_adapter
 from megatron_bridge.names import global_name
 from megatron_bridge.peft_export import export_peft
+from slime_retool.trainer.batch import TrainBatch
 from slime_retool.types import RolloutBatch
 
 RANK, ALPHA, TEMPERATURE, KL_COEF = 3, 4.0, 0.8, 0.3
@@ -131,6 +135,7 @@ def _one_process(rank: int, world_size: int, root: str) -> dict[str, Any]:
     out["two targets"] = _measure(rank, world_size, _config(root, lora_target_modules=["linear_proj", "linear_fc2"]))
     out["resume"] = _resume(rank, world_size, root)
     out["errors"] = _errors(rank, world_size, root)
+    out["moving"] = _moving_base(rank, world_size, root)
     critic = {"use_kl_loss": False, "kl_loss_coef": 0.0, "advantage_estimator": "ppo"}
     trainer = make_trainer(rank, world_size, _config(root, **critic))
     trainer.load()
@@ -160,6 +165,41 @@ def _resume(rank: int, world_size: int, root: str) -> dict[str, Any]:
     out["resumed"] = _adapters(trainer, torch.Tensor.detach)
     trainer.shutdown()
     return out
+
+
+def _moving_base(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """Adapters on a run's newest checkpoint, which then saves another one."""
+    sft = tiny_config(loss_type="sft_loss", ref_load=f"{root}/base", save=f"{root}/moving", load=f"{root}/moving")
+    config = _config(root, ref_load=f"{root}/moving", load=f"{root}/on_moving", save=f"{root}/on_moving")
+    again = {"again": config, "named": dataclasses.replace(config, ref_load=f"{root}/moving/iter_0000004")}
+    out = {}
+    trainer = make_trainer(rank, world_size, sft)
+    trainer.load()
+    trainer.save(0, {})
+    trainer.shutdown()
+    trainer = make_trainer(rank, world_size, config)
+    trainer.load()
+    trainer.train(_batch(), 0)
+    trainer.save(0, {})
+    out["before"] = _policy_and_reference(trainer)
+    trainer.shutdown()
+    trainer = make_trainer(rank, world_size, sft)
+    trainer.load()
+    trainer.train(_batch(1), 1)
+    trainer.save(4, {})
+    trainer.shutdown()
+    for name, each in again.items():
+        trainer = make_trainer(rank, world_size, each)
+        trainer.load()
+        out[name] = _policy_and_reference(trainer)
+        out[f"{name}/base"] = trainer.actor.lora.base
+        trainer.shutdown()
+    return out
+
+
+def _policy_and_reference(trainer: Any) -> torch.Tensor:
+    batch = TrainBatch.from_samples(_batch(3).samples)
+    return torch.stack([trainer.actor.log_probs(batch), trainer.actor.reference_log_probs(batch)])
 
 
 def _errors(rank: int, world_size: int, root: str) -> dict[str, str]:
@@ -319,7 +359,7 @@ def test_a_checkpoint_holds_adapters_and_no_base(one: dict[str, Any], root: Path
     assert keys == {
         f"decoder.layers.{path}.{part}" for path in TARGET_MODULES.values() for part in ("lora_a", "lora_b")
     }
-    assert LoraSpec.read(directory) == LoraSpec(RANK, ALPHA, tuple(TARGET_MODULES), str(root / "base"))
+    assert LoraSpec.read(directory) == LoraSpec(RANK, ALPHA, tuple(TARGET_MODULES), str(root / "base" / "release"))
 
 
 def test_what_does_not_fit_is_refused(one: dict[str, Any]) -> None:
@@ -400,6 +440,42 @@ def test_converter_says_what_is_missing(one: dict[str, Any], root: Path, tmp_pat
         convert_torch_dist_to_hf(
             root / "adapters", tmp_path / "out", root / "hf", base_dir=tmp_path / "gone", progress=False
         )
+
+
+def test_adapters_keep_to_their_base_when_a_newer_one_lies_beside_it(one: dict[str, Any], root: Path) -> None:
+    got = one["moving"]
+    assert torch.equal(got["again"], got["before"]) and got["again/base"] == f"{root}/moving/iter_0000000"
+    assert not torch.equal(got["named"], got["before"]) and got["named/base"] == f"{root}/moving/iter_0000004"
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    bases = (None, root / "moving" / "iter_0000004")
+    own, newer = (open_weights(root / "on_moving", base).read(name) for base in bases)
+    assert torch.equal(open_weights(root / "on_moving", root / "moving").read(name), own)
+    assert not torch.equal(own, newer)
+
+
+@pytest.mark.parametrize(
+    ("base", "held", "taken", "warning"),
+    [
+        ("elsewhere/iter_0000000", [0, 4], "iter_0000000", "newest in .*root is iter_0000004; .* base, iter_0000000"),
+        ("elsewhere/iter_0000000", [4], "iter_0000004", "iter_0000000, which is gone .*: iter_0000004 is taken"),
+        ("elsewhere/iter_0000004", [0, 4], "iter_0000004", None),
+        ("elsewhere", [0, 4], "iter_0000004", None),  # as older runs wrote it
+        (None, [0, 4], "iter_0000004", None),
+    ],
+)
+def test_which_checkpoint_of_several_is_the_base(
+    base: str | None, held: list[int], taken: str, warning: str | None, tmp_path: Path, caplog: Any
+) -> None:
+    root = tmp_path / "root"
+    for iteration in held:
+        (root / checkpoint_name(iteration)).mkdir(parents=True)
+        (root / checkpoint_name(iteration) / ".metadata").touch()
+    write_latest(root, held[-1])
+    spec = LoraSpec(RANK, ALPHA, ("linear_qkv",), base)
+    assert base_checkpoint(root, spec) == root / taken
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == (warning is not None) and all(re.search(str(warning), each) for each in said)
+    assert base_checkpoint(root / checkpoint_name(held[0]), spec) == root / checkpoint_name(held[0])
 
 
 def test_adapters_of_more_layers_than_the_base_are_refused(one: dict[str, Any], root: Path, tmp_path: Path) -> None:

@@ -128,7 +128,10 @@ class CheckpointArgs:
 
     hf_checkpoint: str | None = folder("Hugging Face checkpoint: tokenizer, config, and the engines' first weights.")
     load: str | None = folder("Resume from this torch_dist folder; an empty or missing one starts from --ref-load.")
-    ref_load: str | None = folder("torch_dist checkpoint of the reference model, and of a fresh run's first weights.")
+    ref_load: str | None = folder(
+        "torch_dist checkpoint of the reference model, and of a fresh run's first weights: the newest in this "
+        "folder, or one that is named itself (DIR/iter_0000012)."
+    )
     save: str | None = folder("Write torch_dist checkpoints here.")
     save_interval: int | None = flag(None, min=1, help="Save every this many rollouts, and at the end.")
     save_seconds: float | None = flag(

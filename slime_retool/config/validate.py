@@ -13,7 +13,14 @@ from importlib.util import find_spec
 
 from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
-from megatron_bridge.checkpoint import LATEST_FILE, exists, holds_checkpoints, latest_rollout, what_it_is
+from megatron_bridge.checkpoint import (
+    LATEST_FILE,
+    exists,
+    holds_checkpoints,
+    is_checkpoint,
+    latest_rollout,
+    what_it_is,
+)
 from megatron_bridge.hf_config import check_against_hf, check_tokenizer
 from megatron_bridge.model_config import nearest_divisor
 from slime_retool.config.algorithm import check_algorithm
@@ -178,10 +185,14 @@ def _check_replay(config: Config) -> None:
 def _check_checkpoints(config: Config) -> None:
     if config.debug_rollout_only:
         return
-    if config.ref_load is not None:
+    if config.ref_load is not None and not is_checkpoint(config.ref_load):
         require_folder(config.ref_load, "--ref-load", LATEST_FILE)
     resumable = config.load is not None and exists(config.load)
     for flag, source in config.load_folders.items():
+        require(
+            flag == "--ref-load" or not is_checkpoint(source),
+            f"{flag} {source} is one checkpoint: give the folder that it is in, whose newest is taken",
+        )
         with as_config_error():
             latest_rollout(source)
         other = "" if exists(source) else what_it_is(source)
@@ -204,6 +215,14 @@ def _check_checkpoints(config: Config) -> None:
     require(
         not _same_place(config.save, config.ref_load),
         f"--save {config.save} is --ref-load: the first checkpoint would take the reference's place; "
+        "name another folder",
+    )
+    require(
+        config.save_keep is None
+        or config.ref_load is None
+        or not is_checkpoint(config.ref_load)
+        or not _same_place(config.save, os.path.dirname(os.path.realpath(config.ref_load))),
+        f"--save-keep would delete --ref-load {config.ref_load}, which is in --save {config.save}: leave it out, or "
         "name another folder",
     )
     for role in config.roles:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -109,7 +111,8 @@ class Actor(ModelRole):
     def load(self, iteration: int | None = None) -> checkpoint.TrainerState | None:
         """Resume from --load, else take the weights in --ref-load (None). Also reads the reference model if needed.
 
-        With LoRA the frozen weights are always --ref-load's, and --load holds the adapters.
+        With LoRA the frozen weights are always --ref-load's, and --load holds the adapters, which name the one of its
+        checkpoints that they were trained on.
         CheckpointError for a missing, incomplete or other model's checkpoint; ConfigError when neither folder was
         given.
         """
@@ -126,8 +129,12 @@ class Actor(ModelRole):
             raise ConfigError("--lora-rank needs the frozen weights: give --ref-load")
         if config.needs_reference or not resume or config.lora is not None:
             assert config.ref_load is not None
+            source = config.ref_load
+            if config.lora is not None:
+                source = checkpoint.base_of(config.lora, source, config.load if resume else None, iteration)
+                self.lora = replace(config.lora, base=os.path.abspath(source))
             adapters = [name for name, _ in self.module.named_parameters() if is_adapter(name)]
-            checkpoint.load_weights(config.ref_load, module=self.module, vocab_size=self.vocab_size, skip=adapters)
+            checkpoint.load_weights(source, module=self.module, vocab_size=self.vocab_size, skip=adapters)
             if config.needs_reference and config.lora is None:
                 self.reference = checkpoint.copy_weights(self.module, pinned=config.on_cuda)
         if not resume:

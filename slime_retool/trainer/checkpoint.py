@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge.checkpoint import checkpoint_name, load_model_state, model_state_dict, resolve_checkpoint_dir
+from megatron_bridge.lora_checkpoint import base_checkpoint
 from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.torch_dist_io import TorchDistReader
 from slime_retool.errors import CheckpointError
@@ -103,6 +105,21 @@ def load_weights(root: str, *, module: Any, vocab_size: int, skip: Collection[st
     _load_tensors(directory, state, module, take_out(state, lambda name: name in skip))
 
 
+def base_of(lora: LoraSpec, root: str, load: str | None, iteration: int | None) -> str:
+    """The checkpoint of the frozen weights in `root`: with `load` that one which the adapters there were trained on.
+
+    iteration: as in `load`. Raises CheckpointError where there is none.
+    """
+    saved = None
+    if load is not None:
+        directory = _directory(load if iteration is None else str(Path(load) / checkpoint_name(iteration)))
+        saved = _loading(directory, lambda: LoraSpec.read(directory))
+    try:
+        return str(base_checkpoint(root, saved or replace(lora, base=None)))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
 def _load_tensors(directory: Path, tensors: dict[str, Any], module: Any, kept: dict[str, Tensor]) -> dict[str, Any]:
     """Read what the sharded state asks for; the model gets it and the `kept` parameters. Returns what was read."""
     from megatron.core import dist_checkpointing
@@ -138,7 +155,7 @@ def _check_adapters(directory: Path, lora: LoraSpec | None) -> None:
         raise CheckpointError(
             f"{directory} holds {holds}, the --lora flags say {lora}: make them equal, or name another --load"
         )
-    if lora is not None and saved is not None and saved.base != lora.base:
+    if lora is not None and saved is not None and saved.base not in (lora.base, os.path.dirname(lora.base or "")):
         logger.warning("the adapters in %s were trained on %s, and go on with %s", directory, saved.base, lora.base)
 
 

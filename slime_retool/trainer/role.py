@@ -103,6 +103,8 @@ class ModelRole(ABC):
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.model = _data_parallel(config, self.model_config, module.to(device))
+        self.lora = config.lora
+        """As checkpoints say what adapters these are."""
         self.replay: RoutingReplay | None = None
         """Of a model that repeats the batch's routed experts."""
         self.optimizer = build_optimizer(config, self.model, dtype)
@@ -165,7 +167,7 @@ class ModelRole(ABC):
             module=self.module,
             optimizer=self.optimizer if with_optimizer else None,
             copies=copies,
-            lora=self.config.lora,
+            lora=self.lora,
             after=after,
         )
 
@@ -185,7 +187,7 @@ class ModelRole(ABC):
         """Go on from the newest checkpoint under `root`, or that of rollout `iteration`."""
         state = checkpoint.load(
             root, module=self.module, optimizer=self.optimizer, vocab_size=self.vocab_size, iteration=iteration,
-            lora=self.config.lora,
+            lora=self.lora,
         )  # fmt: skip
         self._has_stepped = state.with_optimizer
         if not state.with_optimizer:
