@@ -25,6 +25,7 @@ from slime_retool.run_folder import resume_point, saved_extra
 from slime_retool.trainer import checkpoint_writer
 from slime_retool.trainer.checkpoint_writer import CheckpointWriter
 from slime_retool.trainer.host_copies import HostCopies
+from slime_retool.trainer.optimizer import optimizer_step
 from slime_retool.trainer.optimizer_state import OPTIMIZER_FORMAT, optimizer_state
 from slime_retool.types import RolloutBatch
 
@@ -268,6 +269,80 @@ def _other_options(rank: int, world_size: int, root: str, sharded: bool) -> tupl
 def test_the_options_of_a_resumed_run_are_its_own_whatever_megatron_knows_groups_by(sharded: bool, tmp_path: Path):
     ((equal, groups),) = run_distributed(_other_options, 1, str(tmp_path), sharded)
     assert equal and groups == [{"lr": 5e-3, "min_lr": 1e-3, "beta1": 0.5}] * 2
+
+
+class GpuTensors(TorchFunctionMode):
+    """Tensors say that they are on a GPU, but for what was put into page-locked memory and what was made of that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        pinned = func == torch.Tensor.pin_memory
+        on_host = pinned or (bool(args) and isinstance(args[0], torch.Tensor) and "on_host" in args[0].__dict__)
+        if func == torch.Tensor.is_cuda.__get__:
+            return not on_host
+        result = args[0] if pinned else func(*args, **kwargs)
+        if on_host and func in (torch.Tensor.pin_memory, torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float):
+            result.on_host = True
+        return result
+
+
+def _on_the_host(rank: int, world_size: int, root: str, transformer_engine: bool) -> dict[str, Any]:
+    from megatron_bridge.cpu_compat import install_cpu_compat
+
+    install_cpu_compat()
+    from megatron.core.optimizer import distrib_optimizer, optimizer_config
+
+    from slime_retool.trainer import core
+
+    class Bf16Actor(core.Actor):
+        def __init__(self, config: Any, timeline: Any, *, dtype: torch.dtype) -> None:
+            super().__init__(config, timeline, dtype=torch.bfloat16)
+
+    def trainer_with_offload() -> Any:
+        return sharded_trainer(rank, world_size, sft(root, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
+
+    def random_step(trainer: Any, seed: int) -> None:
+        torch.manual_seed(seed)
+        for parameter in trainer.module.parameters():
+            parameter.main_grad.normal_()
+        assert optimizer_step(trainer.actor.optimizer, trainer.actor.scheduler, 1.0)[1]
+        trainer.actor._has_stepped = True
+
+    def state(trainer: Any) -> list[torch.Tensor]:
+        (part,) = trainer.actor.optimizer.chained_optimizers
+        assert all(group["cpu_optimizer_cls"] is torch.optim.AdamW for group in part.optimizer.param_groups)
+        states = [states for sub in part.optimizer.sub_optimizers for states in sub.state.values()]
+        tensors = [states[name] for states in states for name in sorted(states)]
+        return [tensor.detach().clone() for tensor in (*tensors, *trainer.module.parameters())]
+
+    with (
+        GpuTensors(),
+        mock.patch.object(core, "Actor", Bf16Actor),
+        # Half of the states is on the "GPU", where Transformer Engine's Adam would be.
+        mock.patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", transformer_engine),
+        mock.patch.object(distrib_optimizer, "USING_TE_OPTIMIZER", transformer_engine),
+        mock.patch.object(optimizer_config, "is_te_min_version", lambda version: transformer_engine),
+    ):
+        trainer = trainer_with_offload()
+        for seed in range(2):
+            random_step(trainer, seed)
+        trainer.save(1, {})
+        random_step(trainer, 2)
+        straight = state(trainer)
+        trainer.shutdown()
+        trainer = trainer_with_offload()
+        trainer.load()
+        random_step(trainer, 2)
+        resumed = state(trainer)
+        trainer.shutdown()
+    assert len(straight) == len(resumed)
+    return {"states": len(straight), "equal": all(map(torch.equal, straight, resumed))}
+
+
+@pytest.mark.parametrize("transformer_engine", [False, True])
+def test_an_optimizer_on_the_host_goes_on_as_if_it_had_not_stopped(transformer_engine: bool, tmp_path: Path):
+    for result in run_distributed(_on_the_host, 2, str(tmp_path), transformer_engine):
+        assert result["states"] > 40 and result["equal"]
 
 
 def _halves(rank: int, world_size: int, root: str) -> tuple[str, str]:

@@ -586,6 +586,26 @@ def test_a_package_that_a_flag_needs_is_named_where_it_is_missing(flags, package
         checked(run_args | flags)
 
 
+@pytest.mark.parametrize(
+    ("flag", "megatron", "needed"),
+    [
+        ("--use-precision-aware-optimizer", "0.19.2", True),
+        ("--optimizer-cpu-offload", "0.16.1", True),
+        ("--optimizer-cpu-offload", "0.19.2", False),
+    ],
+)
+def test_an_optimizer_that_needs_transformer_engine_is_refused_without(flag, megatron, needed, run_args, monkeypatch):
+    checks = sys.modules["slime_retool.config.validate"]
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "transformer_engine" else object())
+    monkeypatch.setattr(checks.metadata, "version", lambda name: {"megatron-core": megatron}[name])
+    args = run_args | {"--device": "cuda", flag: None}
+    if needed:
+        with pytest.raises(ConfigError, match=rf"^{flag}: not installed; pip install transformer-engine\[pytorch\]$"):
+            checked(args)
+    else:
+        assert checked(args).optimizer_cpu_offload
+
+
 def test_a_profiled_rollout_is_one_of_the_runs(run_args):
     checked(run_args | {"--num-rollout": "3", "--profile-rollout": "2"})
     with pytest.raises(ConfigError, match="--profile-rollout 3 is none of the run's 3 rollouts, which count from 0"):

@@ -534,7 +534,9 @@ class PerfArgs:
         help="Keep master weights as bf16 and 16 further bits (exact; saves 2 bytes a parameter; needs TE, and "
         "--no-save-optim where checkpoints are saved).",
     )
-    optimizer_cpu_offload: bool = flag(False, help="Keep optimizer state in host memory and update there.")
+    optimizer_cpu_offload: bool = flag(
+        False, help="Keep optimizer state in host memory and update there (with megatron-core 0.16 needs TE)."
+    )
     optimizer_offload_fraction: float = flag(1.0, above=0, max=1, help="Share of it, with --optimizer-cpu-offload.")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Accumulate and reduce gradients in fp32.")
 

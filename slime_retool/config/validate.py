@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from importlib import metadata
 from importlib.util import find_spec
 
 from megatron_bridge import flags
@@ -315,15 +316,23 @@ def _check_hooks(config: Config) -> None:
             load_function(path, flags.option_name(name))
 
 
+def _has_old_megatron() -> bool:
+    return metadata.version("megatron-core").startswith("0.16.")
+
+
 def _check_packages(config: Config) -> None:
     """The packages that some flags need are there, and W&B's key."""
+    te = "transformer-engine[pytorch]"
     for flag, used, package in (
         ("--rm-type math_verify", config.rm_type == "math_verify", "math-verify"),
         ("--use-tensorboard", config.use_tensorboard, "tensorboard"),
         ("--use-wandb", config.use_wandb, "wandb"),
         ("--prometheus-port", config.prometheus_port is not None, "prometheus-client"),
+        ("--use-precision-aware-optimizer", config.use_precision_aware_optimizer, te),
+        # Where it is missing, megatron-core 0.16 compares its version, which is None then.
+        ("--optimizer-cpu-offload", config.optimizer_cpu_offload and _has_old_megatron(), te),
     ):
-        there = find_spec(package.replace("-", "_")) is not None
+        there = find_spec(package.partition("[")[0].replace("-", "_")) is not None
         require(not used or there, f"{flag}: not installed; pip install {package}")
     mode = config.wandb_mode or os.environ.get("WANDB_MODE", "online")
     if config.use_wandb and mode == "online" and config.wandb_key is None:

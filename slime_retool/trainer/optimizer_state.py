@@ -90,9 +90,9 @@ def halves_master_weights(optimizer: Any) -> bool:
 
 def _is_sharded_torch_adam(part: Any) -> bool:
     """Whether Megatron's sharded optimizer steps with torch's Adam: Transformer Engine and Apex are missing."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 
-    return isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return isinstance(part, DistributedOptimizer) and not HAVE_APEX_OR_TE
 
 
 def _load_torch_adam(part: Any, state: dict[str, Any]) -> None:
@@ -139,7 +139,12 @@ def _part_state(part: Any, model_state: dict[str, Any], copy: Callable[[Tensor],
         if is_main_replica(shard.replica_id) and shard.data.is_meta
     ]
     assert not left, left
-    return {**part.state_dict(), "param_state": layout, "param_state_sharding_type": FULLY_RESHARDABLE}
+    state = part.state_dict()
+    for group in state["optimizer"]["param_groups"]:
+        # The optimizer on the host keeps classes in its groups, which Megatron refuses to read; loading leaves its own.
+        for key in [key for key, value in group.items() if isinstance(value, type)]:
+            del group[key]
+    return {**state, "param_state": layout, "param_state_sharding_type": FULLY_RESHARDABLE}
 
 
 def _whole_states(part: Any, names: list[str]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
