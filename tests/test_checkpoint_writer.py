@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -271,6 +272,28 @@ def test_the_options_of_a_resumed_run_are_its_own_whatever_megatron_knows_groups
     assert equal and groups == [{"lr": 5e-3, "min_lr": 1e-3, "beta1": 0.5}] * 2
 
 
+def random_step(trainer: Any, seed: int) -> None:
+    """An optimizer step with random gradients, where the CPU has no backward pass."""
+    torch.manual_seed(seed)
+    for parameter in trainer.module.parameters():
+        parameter.main_grad.normal_()
+    assert optimizer_step(trainer.actor.optimizer, trainer.actor.scheduler, 1.0)[1]
+    trainer.actor._has_stepped = True
+
+
+@contextmanager
+def bf16_policy() -> Any:
+    """Policies of the CPU have bf16 weights, as on a GPU."""
+    from slime_retool.trainer import core
+
+    class Bf16Actor(core.Actor):
+        def __init__(self, config: Any, timeline: Any, *, dtype: torch.dtype) -> None:
+            super().__init__(config, timeline, dtype=torch.bfloat16)
+
+    with mock.patch.object(core, "Actor", Bf16Actor):
+        yield
+
+
 class GpuTensors(TorchFunctionMode):
     """Tensors say that they are on a GPU, but for what was put into page-locked memory and what was made of that."""
 
@@ -292,21 +315,8 @@ def _on_the_host(rank: int, world_size: int, root: str, transformer_engine: bool
     install_cpu_compat()
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
-    from slime_retool.trainer import core
-
-    class Bf16Actor(core.Actor):
-        def __init__(self, config: Any, timeline: Any, *, dtype: torch.dtype) -> None:
-            super().__init__(config, timeline, dtype=torch.bfloat16)
-
     def trainer_with_offload() -> Any:
         return sharded_trainer(rank, world_size, sft(root, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
-
-    def random_step(trainer: Any, seed: int) -> None:
-        torch.manual_seed(seed)
-        for parameter in trainer.module.parameters():
-            parameter.main_grad.normal_()
-        assert optimizer_step(trainer.actor.optimizer, trainer.actor.scheduler, 1.0)[1]
-        trainer.actor._has_stepped = True
 
     def state(trainer: Any) -> list[torch.Tensor]:
         (part,) = trainer.actor.optimizer.chained_optimizers
@@ -317,7 +327,7 @@ def _on_the_host(rank: int, world_size: int, root: str, transformer_engine: bool
 
     with (
         GpuTensors(),
-        mock.patch.object(core, "Actor", Bf16Actor),
+        bf16_policy(),
         # Half of the states is on the "GPU", where Transformer Engine's Adam would be.
         mock.patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", transformer_engine),
         mock.patch.object(distrib_optimizer, "USING_TE_OPTIMIZER", transformer_engine),
@@ -343,6 +353,54 @@ def _on_the_host(rank: int, world_size: int, root: str, transformer_engine: bool
 def test_an_optimizer_on_the_host_goes_on_as_if_it_had_not_stopped(transformer_engine: bool, tmp_path: Path):
     for result in run_distributed(_on_the_host, 2, str(tmp_path), transformer_engine):
         assert result["states"] > 40 and result["equal"]
+
+
+def _kinds(rank: int, world_size: int, root: str) -> dict[tuple[str, str], str]:
+    def plain(rank: int, world_size: int, config: Any) -> Any:
+        with CudaNames():
+            return make_trainer(rank, world_size, config)
+
+    def bf16(rank: int, world_size: int, config: Any) -> Any:
+        with bf16_policy():
+            return plain(rank, world_size, config)
+
+    def found(name: str) -> str:
+        trainer = kinds[name](rank, world_size, sft(root))
+        try:
+            return f"loaded {trainer.load()}"
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            trainer.shutdown()
+
+    kinds = {"sharded": sharded_trainer, "bf16": bf16, "fp32": plain}
+    out = {}
+    for saved, make in kinds.items():
+        trainer = make(rank, world_size, sft(root))
+        random_step(trainer, 0)
+        trainer.save(0, {})
+        trainer.shutdown()
+        out |= {(saved, name): found(name) for name in kinds}
+        state = Path(root) / "iter_0000000" / "trainer_state.json"
+        state.write_text(json.dumps({k: v for k, v in json.loads(state.read_text()).items() if k != "optimizer"}))
+        out |= {(f"old {saved}", name): found(name) for name in (saved, "bf16" if saved == "sharded" else "sharded")}
+    return out
+
+
+def test_another_kind_of_optimizer_is_refused_by_its_flags(tmp_path: Path):
+    (found,) = run_distributed(_kinds, 1, str(tmp_path))
+    flags = {
+        "sharded": "--use-distributed-optimizer on GPUs",
+        "bf16": "--no-use-distributed-optimizer and --precision bf16",
+        "fp32": "--no-use-distributed-optimizer (or a CPU) and --precision fp32",
+    }
+    for (saved, wanted), message in found.items():
+        if wanted == saved.removeprefix("old "):
+            assert message == "loaded (1, {})"
+        elif saved in flags:
+            assert f"a run with {flags[saved]}, this one has {flags[wanted]}: make them equal, or" in message
+        else:  # by what Megatron says, which has no flag, in one line that can be read
+            assert "incomplete or of another model" in message and len(message) < 400 + len(str(tmp_path))
 
 
 def _halves(rank: int, world_size: int, root: str) -> tuple[str, str]:

@@ -34,10 +34,18 @@ from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.torch_dist_io import TorchDistReader
 from slime_retool.errors import CheckpointError
 from slime_retool.run_folder import STATE_FILE
-from slime_retool.trainer.optimizer_state import halves_master_weights, load_optimizer_state, state_to_load
+from slime_retool.trainer.optimizer_state import (
+    KINDS,
+    halves_master_weights,
+    load_optimizer_state,
+    optimizer_kind,
+    state_to_load,
+)
 
 logger = logging.getLogger(__name__)
 RNG_FILE = "rng.pt"
+REASON_LENGTH = 200
+"""Characters of what Megatron or torch said that an error repeats."""
 
 T = TypeVar("T")
 
@@ -50,6 +58,8 @@ class TrainerState:
     scheduler_steps: int
     with_optimizer: bool
     extra: dict[str, Any]
+    optimizer: str | None = None
+    """Kind of the optimizer that is in it (`optimizer_state.KINDS`); an older checkpoint does not say."""
 
 
 def load(
@@ -160,7 +170,14 @@ def _check_adapters(directory: Path, lora: LoraSpec | None) -> None:
 
 
 def _check_optimizer(directory: Path, state: TrainerState, optimizer: Any) -> None:
-    """The checkpoint holds whole master weights, and the run wants such."""
+    """The checkpoint holds the state of an optimizer of this run's kind, with whole master weights."""
+    own = optimizer_kind(optimizer)
+    if state.optimizer not in (None, own):
+        saved = KINDS.get(state.optimizer, state.optimizer)
+        raise CheckpointError(
+            f"{directory} holds Adam's state of a run with {saved}, this one has {KINDS[own]}: make them equal, or "
+            "pass it as --ref-load, to go on from its weights with a new Adam"
+        )
     flags = state.extra.get("flags", {})
     if flags.get("use_precision_aware_optimizer") and not flags.get("optimizer_cpu_offload"):
         raise CheckpointError(
@@ -219,8 +236,10 @@ def _loading(directory: Path, read: Callable[[], T]) -> T:
         pickle.UnpicklingError, AttributeError,  # the last where megatron-core 0.16 finds no common.pt
     ) as error:  # fmt: skip
         reason = str(error).strip().splitlines() or [type(error).__name__]
+        # Megatron may list every key there.
+        short = reason[-1] if len(reason[-1]) <= REASON_LENGTH else f"{reason[-1][:REASON_LENGTH]} ..."
         raise CheckpointError(
-            f"{directory} cannot be loaded: it is incomplete or of another model ({reason[-1]}); "
+            f"{directory} cannot be loaded: it is incomplete or of another model ({short}); "
             "compare the model flags with those it was made with"
         ) from error
 

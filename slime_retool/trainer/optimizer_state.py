@@ -82,6 +82,24 @@ def _name_of(group: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
 
+KINDS = {
+    "sharded": "--use-distributed-optimizer on GPUs",
+    "bf16": "--no-use-distributed-optimizer and --precision bf16",
+    "fp32": "--no-use-distributed-optimizer (or a CPU) and --precision fp32",
+}
+"""What the state of an optimizer is stored as -> the flags that make it so. None goes on from another's."""
+
+
+def optimizer_kind(optimizer: Any) -> str:
+    """One of `KINDS`."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    if any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers):
+        return "sharded"
+    return "fp32" if all(isinstance(part, FP32Optimizer) for part in optimizer.chained_optimizers) else "bf16"
+
+
 def halves_master_weights(optimizer: Any) -> bool:
     """Whether master weights are bits beside the bf16 weights; the optimizer on the host has whole ones."""
     configs = [part.config for part in optimizer.chained_optimizers]

@@ -32,6 +32,7 @@ from slime_retool.trainer.checkpoint_writer import Staged, stage
 from slime_retool.trainer.experts import ExpertsPart
 from slime_retool.trainer.host_copies import HostCopies
 from slime_retool.trainer.optimizer import build_optimizer, build_scheduler, optimizer_step
+from slime_retool.trainer.optimizer_state import optimizer_kind
 from slime_retool.trainer.packing import PackedBatch, TokenData, pack, packed_tokens, packing_multiple, unpack
 from slime_retool.trainer.timeline import Timeline
 
@@ -161,9 +162,10 @@ class ModelRole(ABC):
         if self.config.save is None:
             raise ConfigError("saving needs a folder: give --save")
         with_optimizer = self._has_stepped and not self.config.no_save_optim
+        kind = optimizer_kind(self.optimizer) if with_optimizer else None
         return stage(
             self.config.save,
-            checkpoint.TrainerState(rollout_id, self.scheduler.num_steps, with_optimizer, extra),
+            checkpoint.TrainerState(rollout_id, self.scheduler.num_steps, with_optimizer, extra, kind),
             module=self.module,
             optimizer=self.optimizer if with_optimizer else None,
             copies=copies,
