@@ -13,9 +13,9 @@ quickstart's problems) with its tools. Without, they are random; with `--lengths
 drawn, log-uniform from --shortest to --response tokens.
 
 The figure is the ratio of the mean step times, the first `--warmup` steps left out: with K = 1 short and long steps
-take turns, so medians say nothing, and of the first two one has no long answer and the other those of two batches. Beside it the JSON has what K = 1 costs: tokens read again, staleness, dropped
-samples; and what an evaluation after the last step found, where the flags ask for one (--eval-prompt-data, with
---eval-interval as large as --rollouts).
+take turns, so medians say nothing, and of the first two one has no long answer and the other those of two batches.
+Beside it the JSON has what K = 1 costs: tokens read again, staleness, dropped samples; and what an evaluation after the
+last step found, where the flags ask for one (--eval-prompt-data, with --eval-interval as large as --rollouts).
 """
 
 from __future__ import annotations

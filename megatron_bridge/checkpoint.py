@@ -208,8 +208,11 @@ def is_extra_state(key: str) -> bool:
 
 
 def is_weight(key: str) -> bool:
-    """Whether a tensor under this key is a model's; several optimizers of a run number their keys."""
-    return re.match(r"(chained_\d+\.)?optimizer\.", key) is None and not is_extra_state(key)
+    """Whether a tensor under this key is a model's; several optimizers of a run number their keys.
+
+    A head that predicts further tokens (`mtp.`) is not: it is neither trained nor used.
+    """
+    return re.match(r"(chained_\d+\.)?optimizer\.|mtp\.", key) is None and not is_extra_state(key)
 
 
 def model_state_dict(module: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class RolloutError(SlimeRetoolError, RuntimeError):
 
 
 class PromptTooLong(RolloutError):
-    """A prompt leaves no room for a response. No outage: an evaluation counts it as a problem that was not solved."""
+    """A prompt leaves no room for a response. To an evaluation that is no outage, but a problem that was not solved."""
 
 
 class EngineError(RolloutError):

@@ -41,14 +41,12 @@ def set_aside(output_dir: str) -> Path | None:
     return aside
 
 
-def critic_folder(places: Sequence[str], rollout_id: int) -> str | None:
-    """Which of `places` holds the critic's checkpoint of that rollout; else the first with a run's checkpoints.
+def critic_folder(places: Sequence[str]) -> str | None:
+    """The first of `places` with checkpoints of a run: the critic's beside the actor's is there or nowhere.
 
-    None where there is no such folder: the critic finds its first weights elsewhere.
+    None where there is none: the critic finds its first weights elsewhere.
     """
-    trained = [place for place in places if exists(place) and candidates(place)]
-    holders = [place for place in trained if (Path(place) / checkpoint_name(rollout_id)).is_dir()]
-    return next(iter(holders + trained), None)
+    return next((place for place in places if exists(place) and candidates(place)), None)
 
 
 def resume_point(load: str | None, critic_places: Sequence[str] = ()) -> int | None:
@@ -60,10 +58,10 @@ def resume_point(load: str | None, critic_places: Sequence[str] = ()) -> int | N
     """
     if load is None or not exists(load):
         return None
+    critic = critic_folder(critic_places)
+    folders = [load] if critic is None else [load, critic]
     problems: list[str] = []
     for rollout_id in candidates(load):
-        critic = critic_folder(critic_places, rollout_id)
-        folders = [load] if critic is None else [load, critic]
         found = (damage(Path(folder) / checkpoint_name(rollout_id)) for folder in folders)
         problem = next((problem for problem in found if problem is not None), None)
         if problem is None:
@@ -72,7 +70,7 @@ def resume_point(load: str | None, critic_places: Sequence[str] = ()) -> int | N
             return rollout_id
         problems.append(problem)
     if problems:
-        raise CheckpointError(f"no checkpoint in {' or '.join([load, *critic_places])} is whole: {'; '.join(problems)}")
+        raise CheckpointError(f"no checkpoint in {' or '.join(folders)} is whole: {'; '.join(problems)}")
     return None
 
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_bridge import torch_dist_io
-from megatron_bridge.checkpoint import latest_iteration, resolve_checkpoint_dir
+from megatron_bridge.checkpoint import is_weight, latest_iteration, resolve_checkpoint_dir
 from megatron_bridge.convert import convert_hf_to_torch_dist, convert_torch_dist_to_hf, replace_directory
 from megatron_bridge.flags import OneLineParser, add_flags, from_namespace, to_flags
 from megatron_bridge.hf_config import check_against_hf, model_args_from_hf, read_hf_config
@@ -673,6 +673,21 @@ def test_weights_that_the_original_has_no_place_for_are_named(kind, change, keep
     origin = with_config(source, tmp_path / "hf", change, keep)
     with pytest.raises(ValueError, match=f"no place for: {beyond}"):
         convert_torch_dist_to_hf(tmp_path / "td", tmp_path / "back", origin, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "weight"),
+    [
+        ("decoder.layers.mlp.linear_fc1.weight", True),
+        ("output_layer.weight", True),
+        ("mtp.layers.0.eh_proj.weight", False),
+        ("optimizer.state.exp_avg.output_layer.weight", False),
+        ("chained_1.optimizer.state.param.output_layer.weight", False),
+        ("decoder.layers.self_attention._extra_state", False),
+    ],
+)
+def test_what_counts_as_a_models_weight(key: str, weight: bool) -> None:
+    assert is_weight(key) is weight
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])

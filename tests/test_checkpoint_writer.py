@@ -515,7 +515,9 @@ def test_a_checkpoint_is_whole_only_with_the_critics_of_the_same_rollout(three: 
     copy_tree(three, critic)
     assert resume_point(str(actor), [str(critic)]) == 2
     cut(critic / "iter_0000002" / "common.pt")
-    assert resume_point(str(actor), [str(critic)]) == 1
+    other = tmp_path / "another_runs_critic"
+    copy_tree(three, other)
+    assert resume_point(str(actor), [str(critic), str(other)]) == 1
 
 
 def test_without_a_whole_checkpoint_the_run_is_refused(three: Path, tmp_path: Path):

@@ -182,7 +182,9 @@ def test_engines_that_are_sent_adapters_alone_keep_their_weights(update, given_b
     assert engine.resume_memory.call_count == ("weights" in given_back)
 
 
-@pytest.mark.parametrize(("started", "sent"), [("auto", "auto"), ("dummy", "auto"), ("flash_rl", "flash_rl")])
+@pytest.mark.parametrize(
+    ("started", "sent"), [("auto", {}), ("dummy", {"load_format": "auto"}), ("flash_rl", {}), ("bitsandbytes", {})]
+)
 def test_a_folder_of_weights_is_read_whatever_format_a_server_started_with(started, sent, monkeypatch) -> None:
     """SGLang reads one with the loader of the request's format, else of --load-format; it has none for "dummy"."""
     asked = []
@@ -195,6 +197,4 @@ def test_a_folder_of_weights_is_read_whatever_format_a_server_started_with(start
 
     monkeypatch.setattr(EngineAdmin, "_request", request)
     EngineAdmin("http://10.0.0.2:1").update_weights_from_disk("/weights")
-    assert asked == [
-        ("/update_weights_from_disk", {"model_path": "/weights", "flush_cache": False, "load_format": sent})
-    ]
+    assert asked == [("/update_weights_from_disk", {"model_path": "/weights", "flush_cache": False} | sent)]

@@ -752,6 +752,7 @@ def test_halves_of_master_weights_are_not_saved(flag, run_args, tmp_path, monkey
     with pytest.raises(ConfigError, match=f"^{flag} .*--use-precision-aware-optimizer keeps .*; add --no-save-optim"):
         checked(args | {flag: f"{tmp_path}/a"})
     assert checked(args | {flag: f"{tmp_path}/a", "--no-save-optim": None}).no_save_optim
+    assert checked(args | {flag: f"{tmp_path}/a", "--optimizer-cpu-offload": None}).save_folders  # has whole ones
 
 
 def test_checkpoints_do_not_take_the_references_place(run_args, tmp_path):
@@ -827,6 +828,15 @@ def test_a_run_does_not_save_among_the_checkpoints_of_one_that_it_does_not_go_on
         checked(run_args | ppo | {"--critic-save": f"{tmp_path}/saved"})
     (tmp_path / "link").symlink_to(tmp_path / "saved")
     assert checked(run_args | save | {"--load": f"{tmp_path}/link"}).save
+    # The same command once more, whose critic began in a folder of its own: it is where the run saved it.
+    again = run_args | ppo | save | {"--load": f"{tmp_path}/saved", "--critic-load": f"{tmp_path}/values"}
+    critic = tmp_path / "saved" / "critic"
+    (critic / "iter_0000009").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"--critic-save {tmp_path}/saved/critic holds the checkpoints of an earlier"):
+        checked(again)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("4")
+    (critic / "iter_0000004").mkdir()
+    assert checked(again).critic_places[0] == str(critic)
     assert checked(run_args | save | {"--debug-rollout-only": None}).save
 
 

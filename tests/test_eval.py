@@ -290,6 +290,11 @@ async def test_rescore_scores_by_the_labels_and_metadata_that_the_data_has_now(t
     assert await run(right, rescore=True) == (1.0, 0)
     assert await run(right) == (1.0, 0)
     assert metadata() == [{"expected": "ab", "nan": None, **of_hook}] * 2
+    right.metadata["level"] = 1
+    assert await run(right, rescore=True) == (1.0, 0)
+    right.metadata["level"] = 2
+    assert await run(right, rescore=True) == (1.0, 0)
+    assert metadata() == [{"expected": "ab", "nan": None, "level": 2, **of_hook}] * 2
     right.label = "c"
     assert await run(right, rescore=True) == (0.0, 0)
     right.label = "b"

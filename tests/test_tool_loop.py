@@ -333,9 +333,13 @@ def test_a_registry_takes_a_row_that_says_less_of_a_tool() -> None:
     registry().require(shown({"code": {"type": ["string", "null"]}}))
     registry().require(shown({"code": {"type": "string"}}, required=["code"]))
     registry().require([{"type": "function", "function": {"name": "code_interpreter"}}])
-    numbers = {"type": "object", "properties": {"x": {"type": "number"}}, "additionalProperties": True}
-    open_tool = ToolRegistry([Tool("code_interpreter", "", numbers, echo)])
-    open_tool.require(shown({"x": {"type": "integer"}, "y": {"type": "string"}}))
+    for others in (
+        {"additionalProperties": True}, {"additionalProperties": {}}, {"patternProperties": {"^y": {}}},
+        {"anyOf": [{"properties": {"y": {"type": "string"}}}]},
+    ):  # fmt: skip
+        numbers = {"type": "object", "properties": {"x": {"type": "number"}}, **others}
+        open_tool = ToolRegistry([Tool("code_interpreter", "", numbers, echo)])
+        open_tool.require(shown({"x": {"type": "integer"}, "y": {"type": "string"}}))
 
 
 def test_arguments_that_a_row_lets_through_and_the_tool_does_not_take_are_an_observation() -> None:

@@ -213,6 +213,11 @@ class Config(
         )
 
     @property
+    def halves_master_weights(self) -> bool:
+        """Whether master weights are 16 bits beside the bf16 weights; the optimizer on the host has whole ones."""
+        return self.use_precision_aware_optimizer and not self.optimizer_cpu_offload
+
+    @property
     def critic_places(self) -> list[str]:
         """Folders that may hold the critic's checkpoint beside the actor's in --load; none without a critic.
 

@@ -16,6 +16,7 @@ from megatron_bridge import flags
 from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import (
     LATEST_FILE,
+    checkpoint_name,
     exists,
     holds_checkpoints,
     is_checkpoint,
@@ -209,7 +210,7 @@ def _check_checkpoints(config: Config) -> None:
         )
     for save_flag, saved_to in config.save_folders.items():
         require(
-            not config.use_precision_aware_optimizer or config.no_save_optim,
+            not config.halves_master_weights or config.no_save_optim,
             f"{save_flag} {saved_to}: --use-precision-aware-optimizer keeps 16 bits beside each bf16 weight, which a "
             "checkpoint cannot hold; add --no-save-optim (a resumed run starts Adam anew) or leave it out",
         )
@@ -229,7 +230,10 @@ def _check_checkpoints(config: Config) -> None:
     for role in config.roles:
         load, save, flag = role.config.load, role.config.save, role.flag("--save")
         require(
-            save is None or _same_place(load, save) or not holds_checkpoints(save),
+            save is None
+            or _same_place(load, save)
+            or _holds_the_critic(config, save)
+            or not holds_checkpoints(save),
             f"{flag} {save} holds the checkpoints of an earlier run, which this one would mix with its own: add "
             f"{role.flag('--load')} {save} to go on from them, or name another folder",
         )
@@ -240,6 +244,12 @@ def _check_checkpoints(config: Config) -> None:
         config.save_hf is None or not (os.path.isdir(config.save_hf) and os.listdir(config.save_hf)),
         f"--save-hf: the folder {config.save_hf} is not empty; name a new one",
     )
+
+
+def _holds_the_critic(config: Config, save: str) -> bool:
+    """Whether an earlier start of this run saved its critic there, beside the actor's checkpoint in --load."""
+    at = latest_rollout(config.load) if save in config.critic_places else None
+    return at is not None and os.path.isdir(os.path.join(save, checkpoint_name(at)))
 
 
 def _check_room(config: Config) -> None:

@@ -20,7 +20,6 @@ from slime_retool.types import Message, Sample, ToolSchema
 logger = logging.getLogger(__name__)
 
 
-
 class ToolsCheck:
     """What a hook needs of the tools that a row shows (None: of its own) and of the tokenizer.
 

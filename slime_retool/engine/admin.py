@@ -33,8 +33,8 @@ from slime_retool.errors import WeightUpdateError
 
 ADAPTER = "policy"
 """What requests call the LoRA adapters of the newest weight update, where engines have them apart."""
-QUANTIZING = "flash_rl"
-"""The --load-format of a server that quantizes what it reads: read in another one, weights would stay as they are."""
+NO_FILES = "dummy"
+"""The --load-format of a server that began with random weights."""
 MemoryTag = Literal["weights", "kv_cache"]
 
 
@@ -142,10 +142,9 @@ class EngineAdmin:
 
     def update_weights_from_disk(self, path: str) -> None:
         """Load a Hugging Face checkpoint folder. The cache is not flushed: call `flush_cache`."""
-        # Without a format SGLang takes that of its start, and refuses where that was no reading of files ("dummy").
-        own = self._get("/server_info", "load_format")
-        body = {"model_path": path, "flush_cache": False, "load_format": own if own == QUANTIZING else "auto"}
-        self._post("/update_weights_from_disk", body)
+        # Without a format SGLang takes that of its start, and refuses where that was no reading of files.
+        other = {"load_format": "auto"} if self._get("/server_info", "load_format") == NO_FILES else {}
+        self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False, **other})
 
     def adapter_rank(self) -> int:
         """The largest rank of LoRA adapters that the server takes; 0 where it takes none."""

@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from contextlib import ExitStack
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ async def evaluate(
                     )
             if unscored:
                 scored = await run_all(score_again(config, hooks, sample) for sample in unscored)
-                transcripts[name].write_again(scored)
+                transcripts[name].write_again((sample, of_set[sample.index]) for sample in scored)
 
         async def run(name: str, sample: Sample) -> Sample:
             if kept := transcripts[name].kept.get(sample.index):
@@ -161,5 +161,5 @@ def _weights(config: Config) -> str | None:
     files = [path.stat() for path in folder.glob("*") if path.suffix in WEIGHT_FILES]
     if not files:
         return None
-    newest = datetime.fromtimestamp(max(file.st_mtime for file in files)).isoformat(" ")
+    newest = datetime.fromtimestamp(max(file.st_mtime for file in files), timezone.utc).isoformat(" ")
     return f"{sum(file.st_size for file in files)} bytes, the last of them written at {newest}"

@@ -130,10 +130,19 @@ class KeptSample:
         """Fields of its line beside the sample's own."""
         return {"from_row": self.from_row, "generated": self.generated}
 
+    @property
+    def of_hooks(self) -> dict[str, Any]:
+        """Its metadata that hooks set."""
+        return {key: value for key, value in self.sample.metadata.items() if key not in self.from_row}
+
     def unscored(self, row: Sample) -> Sample:
         """As it was generated, with the label and the metadata that its data row has now and what hooks added."""
-        of_hooks = {key: value for key, value in self.sample.metadata.items() if key not in self.from_row}
-        return replace(self.sample, label=row.label, metadata=row.metadata | of_hooks, reward=None, **self.generated)
+        metadata = row.metadata | self.of_hooks
+        return replace(self.sample, label=row.label, metadata=metadata, reward=None, **self.generated)
+
+    def scored_again(self, sample: Sample, row: Sample) -> KeptSample:
+        """The same with what `unscored` of this data row became."""
+        return replace(self, sample=sample, from_row=[key for key in row.metadata if key not in self.of_hooks])
 
 
 class Transcripts:
@@ -171,11 +180,11 @@ class Transcripts:
         self._file.write(_line(sample, self._further | KeptSample.new(sample, row).beside))
         self._file.flush()
 
-    def write_again(self, samples: Iterable[Sample]) -> None:
-        """Replace these, which were there already."""
+    def write_again(self, samples: Iterable[tuple[Sample, Sample]]) -> None:
+        """Replace these, which were there already; each with its data row."""
         self._file.close()
-        for sample in samples:
-            self.kept[sample.index].sample = sample
+        for sample, row in samples:
+            self.kept[sample.index] = self.kept[sample.index].scored_again(sample, row)
         self._write_kept()
 
     def _write_kept(self) -> None:

@@ -150,16 +150,21 @@ def _to_result(value: ToolResult | str | None, name: str) -> ToolResult:
     return value if value.text.strip() else replace(value, text=NO_OUTPUT)
 
 
+_OTHER_NAMES = {"patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
+"""What may allow arguments that `properties` does not name."""
+
+
 def _misfit(shown: dict[str, Any], own: dict[str, Any]) -> str | None:
     """How parameters that a row shows contradict the tool's own, by names and types; None where they do not."""
     arguments, known = shown.get("properties"), own.get("properties")
     if not arguments or not known:
         return None
+    closed = own.get("additionalProperties", False) is False and not _OTHER_NAMES & own.keys()
     for name in own.get("required", ()):
         if name not in arguments:
             return f"{name!r} is required, and only {', '.join(map(repr, arguments))} shown"
     for name, argument in arguments.items():
-        if name not in known and not own.get("additionalProperties"):
+        if name not in known and closed:
             return f"it has no {name!r}, only {', '.join(map(repr, known))}"
         types, own_types = _types(argument), _types(known.get(name))
         if types and own_types and not types & own_types:

@@ -95,7 +95,7 @@ class Critic(ModelRole):
         run, root = self._run_config, self.config.load
         actor_at = latest_rollout(run.load) if iteration is None else iteration
         if actor_at is not None:
-            root = critic_folder(run.critic_places, actor_at) or root
+            root = critic_folder(run.critic_places) or root
         if root is not None and exists(root):
             if actor_at is None:
                 self._start_from(root)
