@@ -280,4 +280,4 @@ def test_a_held_out_conversation_that_cannot_be_used_ends_the_start(checkpoints:
     assert f"{held_out}, row 2: a conversation to learn from needs" in capsys.readouterr().err
     short = {"--eval-prompt-data": f"e {file}", "--eval-interval": "1", "--rollout-max-context-len": "9"}
     assert train(argv(run | short)) == 2
-    assert "held-out set 'e': too few of its 1 conversations have at most --rollout-max" in capsys.readouterr().err
+    assert "held-out set 'e': none of its 1 conversations has at most --rollout-max" in capsys.readouterr().err
