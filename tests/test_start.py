@@ -197,7 +197,7 @@ def test_an_interrupted_run_says_what_it_can_go_on_from(saved: bool, start: Star
     folder = start.go.parent / "save"
     if saved:
         make_checkpoint(folder, 4)
-    start.ray_starts = lambda: signal.raise_signal(signal.SIGINT)
+    start.ray_starts = lambda: signal.raise_signal(signal.SIGTERM)
     assert run(train.main, start, 0, monkeypatch, save=str(folder), debug_rollout_only=False) == 130
     words = f"of rollout 4; --load {folder} goes on from it" if saved else "no checkpoint was saved: --save DIR with"
     assert words in caplog.text
