@@ -8,9 +8,10 @@ import re
 import resource
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -29,6 +30,8 @@ from slime_retool.trainer.host_copies import HostCopies
 from slime_retool.trainer.optimizer import optimizer_step
 from slime_retool.trainer.optimizer_state import OPTIMIZER_FORMAT, optimizer_state
 from slime_retool.types import RolloutBatch
+
+T = TypeVar("T")
 
 
 def sft(root: str, **overrides: Any) -> Any:
@@ -212,25 +215,39 @@ def test_the_state_of_a_sharded_optimizer_is_megatrons_own_to_the_bit(processes:
     assert len(results[0]["stored"]) > 20 and all(results[0]["stored"])
 
 
+def straight_and_resumed(
+    make: Callable[[], Any], take_step: Callable[[Any, int], Any], state: Callable[[Any], T]
+) -> tuple[T, T]:
+    """The state after three steps in one go; and after two, a save, a new trainer and one more."""
+    trainer = make()
+    for number in range(2):
+        take_step(trainer, number)
+    trainer.save(1, {})
+    take_step(trainer, 2)
+    straight = state(trainer)
+    trainer.shutdown()
+    trainer = make()
+    trainer.load()
+    take_step(trainer, 2)
+    resumed = state(trainer)
+    trainer.shutdown()
+    return straight, resumed
+
+
 def _sharded_resume(rank: int, world_size: int, root: str, experts: bool) -> dict[str, Any]:
     options = {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_topk": 2} if experts else {}
-    trainer = sharded_trainer(rank, world_size, sft(root, **options))
-    parts = len(trainer.actor.optimizer.chained_optimizers)
-    for rollout_id in range(2):
-        step(trainer, rollout_id)
-    trainer.save(1, {})
-    step(trainer, 2)
-    straight = weights(trainer)
-    trainer.shutdown()
-    trainer = sharded_trainer(rank, world_size, sft(root, **options))
-    trainer.load()
-    step(trainer, 2)
-    resumed = weights(trainer)
-    states = [state for part in trainer.actor.optimizer.chained_optimizers for state in part.optimizer.state.values()]
-    trainer.shutdown()
+
+    def state(trainer: Any) -> tuple[dict[str, torch.Tensor], int, set[float]]:
+        parts = trainer.actor.optimizer.chained_optimizers
+        steps = {float(state["step"]) for part in parts for state in part.optimizer.state.values()}
+        return weights(trainer), len(parts), steps
+
+    straight, resumed = straight_and_resumed(
+        lambda: sharded_trainer(rank, world_size, sft(root, **options)), step, state
+    )
     return {
-        "parts": parts, "steps": {float(state["step"]) for state in states},
-        "equal": [torch.equal(straight[name], value) for name, value in resumed.items()],
+        "parts": straight[1], "steps": resumed[2],
+        "equal": [torch.equal(straight[0][name], value) for name, value in resumed[0].items()],
     }  # fmt: skip
 
 
@@ -333,18 +350,7 @@ def _on_the_host(rank: int, world_size: int, root: str, transformer_engine: bool
         mock.patch.object(distrib_optimizer, "USING_TE_OPTIMIZER", transformer_engine),
         mock.patch.object(optimizer_config, "is_te_min_version", lambda version: transformer_engine),
     ):
-        trainer = trainer_with_offload()
-        for seed in range(2):
-            random_step(trainer, seed)
-        trainer.save(1, {})
-        random_step(trainer, 2)
-        straight = state(trainer)
-        trainer.shutdown()
-        trainer = trainer_with_offload()
-        trainer.load()
-        random_step(trainer, 2)
-        resumed = state(trainer)
-        trainer.shutdown()
+        straight, resumed = straight_and_resumed(trainer_with_offload, random_step, state)
     assert len(straight) == len(resumed)
     return {"states": len(straight), "equal": all(map(torch.equal, straight, resumed))}
 

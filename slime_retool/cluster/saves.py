@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from typing import Any, Protocol
 
 from megatron_bridge.checkpoint import prune
@@ -86,8 +85,7 @@ class Saves:
         config = self._config
         if not self._begun:
             return None
-        saved_here = replace(config, load=config.save)
-        rollout_id = resume_point(config.save, saved_here.critic_places)
+        rollout_id = resume_point(config.save, config.going_on.critic_places)
         return rollout_id if rollout_id in self._begun else None
 
     def _prune(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -67,10 +66,7 @@ class Trainers:
         """
         config = replace(self._config, num_rollout=num_rollout)
         if saved:
-            assert config.save is not None
-            config = replace(
-                config, load=config.save, critic_load=config.critic_save or os.path.join(config.save, "critic")
-            )
+            config = config.going_on
         groups = config.trainer_groups
         for (roles, config), slots in zip(groups, self._slots, strict=True):
             self._groups.append(_make_actors(config, slots, roles, self._several_hosts))

@@ -218,6 +218,12 @@ class Config(
         return self.use_precision_aware_optimizer and not self.optimizer_cpu_offload
 
     @property
+    def going_on(self) -> Config:
+        """The same, which goes on from what this run itself has saved."""
+        assert self.save is not None
+        return replace(self, load=self.save, critic_load=self.critic_save or os.path.join(self.save, "critic"))
+
+    @property
     def critic_places(self) -> list[str]:
         """Folders that may hold the critic's checkpoint beside the actor's in --load; none without a critic.
 

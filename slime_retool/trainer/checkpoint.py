@@ -72,7 +72,7 @@ def load(
     adapters are loaded. Raises CheckpointError when it is incomplete, or of another model, other adapters or an
     optimizer that cannot go on from it.
     """
-    directory = _directory(root if iteration is None else str(Path(root) / checkpoint_name(iteration)))
+    directory = _directory(root, iteration)
     state_path = directory / STATE_FILE
     if not state_path.is_file():
         raise CheckpointError(
@@ -86,10 +86,11 @@ def load(
     if state.with_optimizer:
         _check_optimizer(directory, state, optimizer)
     tensors = model_state_dict(module)
-    _check_nothing_beyond(directory, tensors)
+    reader = _reader(directory)
+    _check_nothing_beyond(reader, tensors)
     kept: dict[str, Tensor] = {}
     if lora is None:
-        _check_vocabulary(directory, vocab_size)
+        _check_vocabulary(reader, vocab_size)
     else:
         kept = take_out(tensors, lambda name: not is_adapter(name))
     if state.with_optimizer:
@@ -109,9 +110,9 @@ def load_weights(root: str, *, module: Any, vocab_size: int, skip: Collection[st
     """
     directory = _directory(root)
     _check_adapters(directory, None)
-    _check_vocabulary(directory, vocab_size)
-    state = model_state_dict(module)
-    _check_nothing_beyond(directory, state)
+    state, reader = model_state_dict(module), _reader(directory)
+    _check_vocabulary(reader, vocab_size)
+    _check_nothing_beyond(reader, state)
     _load_tensors(directory, state, module, take_out(state, lambda name: name in skip))
 
 
@@ -122,7 +123,7 @@ def base_of(lora: LoraSpec, root: str, load: str | None, iteration: int | None) 
     """
     saved = None
     if load is not None:
-        directory = _directory(load if iteration is None else str(Path(load) / checkpoint_name(iteration)))
+        directory = _directory(load, iteration)
         saved = _loading(directory, lambda: LoraSpec.read(directory))
     try:
         return str(base_checkpoint(root, saved or replace(lora, base=None)))
@@ -142,8 +143,7 @@ def _load_tensors(directory: Path, tensors: dict[str, Any], module: Any, kept: d
 
 def rows_of(root: str, name: str) -> int | None:
     """First dimension of a parameter in the newest checkpoint under `root`; None where it has no such parameter."""
-    directory = _directory(root)
-    reader = _loading(directory, lambda: TorchDistReader(directory))
+    reader = _reader(_directory(root))
     return reader.shape(name)[0] if reader.holds(name) else None
 
 
@@ -191,9 +191,10 @@ def _check_optimizer(directory: Path, state: TrainerState, optimizer: Any) -> No
         )
 
 
-def _directory(root: str) -> Path:
+def _directory(root: str, iteration: int | None = None) -> Path:
+    """The newest checkpoint under `root`, or that of rollout `iteration`."""
     try:
-        directory = resolve_checkpoint_dir(root)
+        directory = resolve_checkpoint_dir(root if iteration is None else Path(root) / checkpoint_name(iteration))
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if not (directory / "metadata.json").is_file():
@@ -201,25 +202,28 @@ def _directory(root: str) -> Path:
     return directory
 
 
-def _check_nothing_beyond(directory: Path, state: dict[str, Any]) -> None:
+def _reader(directory: Path) -> TorchDistReader:
+    return _loading(directory, lambda: TorchDistReader(directory))
+
+
+def _check_nothing_beyond(reader: TorchDistReader, state: dict[str, Any]) -> None:
     """Megatron leaves out what no rank asks for, be it biases of the model that was saved. Collective."""
     stages: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(stages, {tensor.key for tensor in state["model"].values()})
-    held = _loading(directory, lambda: TorchDistReader(directory).weights())
-    beyond = sorted(held.keys() - set().union(*stages))
+    beyond = sorted(reader.weights().keys() - set().union(*stages))
     if beyond:
         raise CheckpointError(
-            f"{directory} holds weights that this model has no place for: {', '.join(beyond[:3])} ({len(beyond)}); "
-            "compare the model flags with those it was made with"
+            f"{reader.directory} holds weights that this model has no place for: {', '.join(beyond[:3])} "
+            f"({len(beyond)}); compare the model flags with those it was made with"
         )
 
 
-def _check_vocabulary(directory: Path, vocab_size: int) -> None:
+def _check_vocabulary(reader: TorchDistReader, vocab_size: int) -> None:
     """Megatron lets the vocabulary's padding differ, and so would fill missing entries with zeros."""
-    rows = _loading(directory, lambda: TorchDistReader(directory).shape("embedding.word_embeddings.weight")[0])
+    rows = _loading(reader.directory, lambda: reader.shape("embedding.word_embeddings.weight")[0])
     if rows < vocab_size:
         raise CheckpointError(
-            f"{directory} has {rows} vocabulary entries, padding included, --vocab-size says {vocab_size}; "
+            f"{reader.directory} has {rows} vocabulary entries, padding included, --vocab-size says {vocab_size}; "
             "compare the model flags with those it was made with"
         )
 
