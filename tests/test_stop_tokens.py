@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from slime_retool.chat import TextCodec
 from slime_retool.protocols import Completion
 from slime_retool.rollout import stop_tokens
-from slime_retool.rollout.stop_tokens import FIRST_REQUESTS, StopTokens
+from slime_retool.rollout.stop_tokens import FIRST_REQUESTS, MOST_CONTINUED, StopTokens
 from slime_retool.types import timed
 
 CLOSE = "</code>"
@@ -103,6 +103,28 @@ async def test_a_token_that_ends_no_text_is_gone_on_from_with_what_is_left_of_th
         assert begin == [0, *ids[: len(begin) - 1]]
         assert asked["max_new_tokens"] == 50 - (len(begin) - 1)
         assert (session, options) == ("7", {"cache_key": "3"}) and "stop" not in asked
+
+
+def by_character(text: str) -> list[int]:
+    return [TOKENIZER.encode(character)[0] for character in text]
+
+
+@pytest.mark.parametrize(("end", "reason"), [("x</code>", "stop"), ("x", "length")])
+async def test_an_answer_that_repeats_such_a_token_is_left_to_the_engine(end, reason):
+    ids = by_character("a>b" * 40 + end)
+    engine = Engine(ids)
+    found = await StopTokens(engine, TOKENIZER).generate([0], params(len(ids)), session="7", cache_key="3")
+    assert (found.ids, found.finish_reason) == (ids, reason)
+    assert len(engine.asked) == MOST_CONTINUED + 1
+    begin, asked, session, options = engine.asked[-1]
+    assert asked == params(len(ids) - (len(begin) - 1)) and (session, options) == ("7", {"cache_key": "3"})
+
+
+@pytest.mark.parametrize(("written", "stop"), [("x " * MOST_CONTINUED + "xyx", "xyx"), ("x" * 9, "x" * 7)])
+async def test_a_text_that_had_begun_before_the_engine_could_take_over_is_found(written, stop):
+    ids = by_character(written)
+    found = await StopTokens(Engine(ids), TOKENIZER).generate([0], params(stop=[stop]))
+    assert (TOKENIZER.decode(found.ids), found.finish_reason) == (written[: written.index(stop) + len(stop)], "stop")
 
 
 async def test_an_interruption_ends_it_and_a_limit_met_by_such_a_token_is_one():

@@ -2,7 +2,8 @@
 
 SGLang decodes the last tokens of every request in every step to look for them: half of what its scheduler does with a
 batch. Asked to stop at the few tokens in which such a text can end, it only compares numbers. Where the text is not
-there after all (a ">" that closes nothing), the request goes on from the ids that it has.
+there after all (a ">" that closes nothing), the request goes on from the ids that it has. Each such request keeps the
+whole batch waiting for its prefill, so an answer that repeats such a token is left to the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ MOST_TOKENS = 1000
 """More stop tokens than this are not sent with every request: the text ends like a good part of the vocabulary."""
 FIRST_REQUESTS = 64
 """After so many, texts that cost more than one continued request each are left to the engine again."""
+MOST_CONTINUED = 4
+"""An answer that has gone on so often is left to the engine."""
 ENGINE_ONLY = ("ignore_eos", "min_new_tokens")
 """With these SGLang does not stop at tokens, or keeps them from being sampled."""
 
@@ -61,17 +64,23 @@ class StopTokens:
         params = {name: value for name, value in sampling_params.items() if name != "stop"}
         params["stop_token_ids"] = [*given, *use.tokens.difference(given)]
         whole: Completion | None = None
+        continued = 0
         while True:
             ids = [] if whole is None else whole.ids
-            rest = {**params, "max_new_tokens": limit - len(ids)}
+            # The engine knows only what it writes itself, so no text may have begun before.
+            by_engine = continued >= MOST_CONTINUED and not self._has_begun(ids, texts)
+            rest = {**(sampling_params if by_engine else params), "max_new_tokens": limit - len(ids)}
             part = await self._engine.generate([*input_ids, *ids], rest, session=session, **options)
             whole = part if whole is None else _joined(whole, part)
+            if by_engine:
+                return whole
             last = part.ids[-1] if part.finish_reason == "stop" and part.ids else None
             if last not in use.tokens or last in given or self._ends_with(whole.ids, texts):
                 return whole
             if len(whole.ids) >= limit:
                 return replace(whole, finish_reason="length")
             use.continued += 1
+            continued += 1
 
     def _use(self, texts: tuple[str, ...]) -> _Use | None:
         if texts not in self._uses:
@@ -81,9 +90,17 @@ class StopTokens:
 
     def _ends_with(self, ids: Sequence[int], texts: Sequence[str]) -> bool:
         """Whether the last id completes one of the texts."""
-        longest = max(len(text.encode()) for text in texts)
-        tail = self._codec.bytes_of(ids[-longest:])  # no id is without a byte
+        tail = self._tail(ids, texts)
         return any(text.encode() in tail for text in texts)
+
+    def _has_begun(self, ids: Sequence[int], texts: Sequence[str]) -> bool:
+        """Whether the end of `ids` is the beginning of one of the texts."""
+        tail = self._tail(ids, texts)
+        return any(tail.endswith(text.encode()[:size]) for text in texts for size in range(1, len(text.encode())))
+
+    def _tail(self, ids: Sequence[int], texts: Sequence[str]) -> bytes:
+        """The end of `ids`, with at least as many bytes as the longest text, where there are so many."""
+        return self._codec.bytes_of(ids[-max(len(text.encode()) for text in texts) :])  # no id is without a byte
 
 
 def _joined(first: Completion, second: Completion) -> Completion:
