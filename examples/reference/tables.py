@@ -30,6 +30,7 @@ PHASES = ("generate", "log_probs", "train", "critic", "sync", "offload", "idle",
 WARM_STEPS = 2
 """Steps of a run that no median counts: kernels are compiled in them."""
 MAIN, CONTROL, STREAM = "grpo", "plain", "stream"
+TITLES = {STREAM: "GRPO that never waits (K = 1)"}
 AIME = {"aime24": "AIME 2024", "aime25": "AIME 2025"}
 Row = dict[str, Any]
 
@@ -116,7 +117,8 @@ class Model:
         for run in tool_runs:
             if run not in grpo and self.last(run) is not None:
                 _, algorithm, seed = run.split("_")
-                states[f"{algorithm.upper()}, seed {seed}"] = [(run, self.last(run))]
+                title = TITLES.get(algorithm, algorithm.upper())
+                states[f"{title}, seed {seed}"] = [(run, self.last(run))]
         for run in self.runs_of(CONTROL):
             states[f"control without the tool, seed {run.rpartition('_')[2]}"] = [(run, self.last(run))]
         return states
