@@ -42,6 +42,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 from prepare import convert_command  # noqa: E402
 from run import FULL, RECIPE, Quickstart  # noqa: E402
 
+from benchmarks.children import child  # noqa: E402
 from slime_retool.metrics import read_metrics  # noqa: E402
 
 MARK = "SLIME_RETOOL_SOAK"
@@ -133,10 +134,12 @@ def run(soak: Soak, name: str, steps: int, flags: list[str], every: float | None
     counts: collections.Counter[str] = collections.Counter()
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier soak, whose steps would count as this one's
     folder.mkdir(parents=True)
-    with open(folder / "output.log", "w") as log:
-        process = subprocess.Popen(
+    with (
+        open(folder / "output.log", "w") as log,
+        child(
             soak.command(name, steps, flags), env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-        )
+        ) as process,
+    ):
         driver, at = psutil.Process(process.pid), 1 + rng.expovariate(1 / every) if every else math.inf
         while process.poll() is None:
             time.sleep(0.2)
@@ -144,7 +147,7 @@ def run(soak: Soak, name: str, steps: int, flags: list[str], every: float | None
                 children = driver.children(recursive=True)
             except psutil.NoSuchProcess:
                 break
-            seen |= {child.pid: child for child in children}
+            seen |= {one.pid: one for one in children}
             done = step_of(folder / "metrics.jsonl")
             if done >= at and done < steps - 1:
                 time.sleep(rng.uniform(0, 2))
@@ -155,9 +158,9 @@ def run(soak: Soak, name: str, steps: int, flags: list[str], every: float | None
         report.exit_code = process.wait()
     report.seconds, report.faults = round(time.monotonic() - begin, 1), dict(counts)
     deadline = time.monotonic() + 60
-    while (left := [child for child in seen.values() if alive(child)]) and time.monotonic() < deadline:
+    while (left := [one for one in seen.values() if alive(one)]) and time.monotonic() < deadline:
         time.sleep(0.5)
-    report.left_over = [" ".join(command_of(child))[:200] for child in left]
+    report.left_over = [" ".join(command_of(one))[:200] for one in left]
     judge(report, folder, steps)
     return report
 

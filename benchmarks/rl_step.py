@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.children import child
 from benchmarks.shapes import ROOT, model_flags, prepare
 
 REPORTED = (
@@ -39,8 +40,6 @@ SHOWN = (
 """Printed of every step."""
 START_SECONDS = 400.0
 """That a start and the first step may take, with kernels to compile."""
-END_SECONDS = 60.0
-"""That a run which took too long is given to end what it started."""
 Row = dict[str, Any]
 
 
@@ -62,16 +61,16 @@ def run_training(
     begin = time.monotonic()
     end = begin + max(START_SECONDS, timeout)
     rows: list[Row] = []
-    process = subprocess.Popen(words, env=env)
     try:
-        while process.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(words, time.monotonic() - begin)
-            time.sleep(0.5)
-            known = len(rows)
-            rows = _report(output, rows, shown, begin)
-            if rows and not known:
-                end = time.monotonic() + timeout
+        with child(words, env=env) as process:
+            while process.poll() is None:
+                if time.monotonic() > end:
+                    raise subprocess.TimeoutExpired(words, time.monotonic() - begin)
+                time.sleep(0.5)
+                known = len(rows)
+                rows = _report(output, rows, shown, begin)
+                if rows and not known:
+                    end = time.monotonic() + timeout
         rows = _report(output, rows, shown, begin)
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, words)
@@ -79,8 +78,6 @@ def run_training(
         if not (partial and rows):
             raise
         print(f"stopped after {time.monotonic() - begin:.0f} s and {len(rows)} steps", flush=True)
-    finally:
-        _end(process)
     return rows
 
 
@@ -95,18 +92,6 @@ def _report(output: Path, known: list[Row], shown: Sequence[str], begin: float) 
         figures = (f"{name.partition('/')[2]} {row[name]:.4g}" for name in shown if row.get(name) is not None)
         print(f"{time.monotonic() - begin:6.1f} s  step {row['step']}: {', '.join(figures)}", flush=True)
     return rows
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let the run end its own processes; kill it if it does not."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

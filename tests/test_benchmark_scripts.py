@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 
 from base_model import train_tokenizer  # noqa: E402
 
-from benchmarks import (  # noqa: E402  # noqa: E402
+from benchmarks import (  # noqa: E402
+    children,
     convert,
     engine_rate,
     features,
@@ -188,6 +192,25 @@ def test_a_run_that_is_stopped_leaves_the_steps_it_made(tmp_path: Path, monkeypa
     assert "step 1: loss 1.5" in capsys.readouterr().out
     with pytest.raises(subprocess.TimeoutExpired):
         run_training([], tmp_path / "run", 1, ["train/loss"])
+
+
+WILLING = "import time; print(flush=True); time.sleep(600)"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WILLING
+
+
+@pytest.mark.parametrize(("code", "ended_by"), [(WILLING, signal.SIGTERM), (DEAF, signal.SIGKILL)])
+def test_a_child_has_ended_when_its_block_is_left(code: str, ended_by: int, monkeypatch):
+    monkeypatch.setattr(children, "PATIENCE", 0.5 if code is DEAF else 60.0)
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        children.child([sys.executable, "-c", code], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+    assert process.poll() == -ended_by and signal.getsignal(signal.SIGTERM) == before
 
 
 async def test_the_benchmark_takes_a_sandbox_level_that_runs_its_programs():
