@@ -60,7 +60,8 @@ def flags_page() -> str:
         "`megatron_bridge/model_config.py`); the command line, `--help`, this page and the checks come from there. "
         "Hooks add [flags of their own](extending.md).", "",
         "Flags that begin with `--sglang-` are handed to every SGLang server with that prefix taken off: "
-        "`--sglang-mem-fraction-static 0.7`. They are checked by SGLang's own parser before anything starts.", "",
+        "`--sglang-mem-fraction-static 0.7`. They are checked by SGLang's own parser before anything starts. Some "
+        "of the tables below are the run's own, and those that follow from other flags are refused.", "",
         "## slime-retool train", "",
         "`python -m slime_retool.train` is the same. [`slime-retool eval`](#slime-retool-eval) and "
         "[`slime-retool plan`](#slime-retool-plan) take these flags too.", "",

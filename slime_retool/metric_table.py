@@ -54,7 +54,7 @@ GROUPS = (
         "rollout/truncated_ratio": "share of samples cut at a limit of length, turns or context",
         "rollout/aborted_ratio": "share of all samples that were given up, most because the batch was full",
         "rollout/failed_ratio": "share of samples lost to an outage; they are never trained on",
-        "rollout/failed_<name>": "samples lost to an outage of this part (engine, sandbox, reward, ...)",
+        "rollout/failed_<name>": "samples lost to an outage of this part (engine, tool, reward, rollout)",
         "rollout/response_tokens_mean": "tokens of a response, observations included",
         "rollout/response_tokens_max": "the longest response, observations included, tokens",
         "rollout/model_tokens": "tokens that the model wrote in this step",

@@ -23,7 +23,10 @@ SFT_4B, RL_4B = "retool_qwen3_4b_sft.sh", "retool_qwen3_4b_rl.sh"
 SFT_32B, DAPO_32B, PPO_32B = (f"retool_qwen2.5_32b_{name}.sh" for name in ("sft", "dapo", "ppo"))
 SCRIPTS = (SFT_4B, RL_4B, SFT_32B, DAPO_32B, PPO_32B)
 # The model's config.json, by the first letters of a script's name.
-MODELS = {"retool_qwen3_4b": ("qwen3-4B", {"rope_theta": 5e6}), "retool_qwen2.5_32b": ("qwen2.5-32B", {})}
+MODELS = {
+    "retool_qwen3_4b": ("qwen3-4B", {"rope_theta": 5e6}),
+    "retool_qwen2.5_32b": ("qwen2.5-32B", {"rms_norm_eps": 1e-6}),
+}
 
 
 def launch(tmp_path: Path, script: str, *extra: str, **environment: str) -> tuple[list[str], str]:
@@ -176,6 +179,13 @@ def test_further_arguments_come_last_and_win(tmp_path, script):
     config = config_of(tmp_path, script, "--lr", "0.5", "--output-dir", "a b", "--sglang-attention-backend", "triton")
     assert (config.lr, config.output_dir) == (0.5, "a b")
     assert config.sglang_server_flags == {"--attention-backend": ["triton"]}
+
+
+@pytest.mark.parametrize("length", [["--num-rollout", "7"], ["--num-epoch=7"]])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_caller_says_how_long_a_run_is(tmp_path, script, length):
+    config = config_of(tmp_path, script, *length)
+    assert (config.num_rollout, config.num_epoch) == ((7, None) if length[0] == "--num-rollout" else (None, 7))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

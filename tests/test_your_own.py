@@ -97,3 +97,4 @@ def test_the_whole_page_runs_and_the_curve_rises(tmp_path: Path) -> None:
     assert len(losses) == 100 and losses[0] > 5 and losses[-1] < 0.1
     assert len(accuracy) == 24 and sum(accuracy[-6:]) > sum(accuracy[:6]) and min(calls) > 0
     assert (tmp_path / "page" / "index.html").is_file()
+    assert len(list((tmp_path / "rl" / "rollouts").glob("rollout_*.jsonl"))) == 24  # the page's samples

@@ -3,6 +3,7 @@
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch_common.sh"
 
 TINY_DATA=rl.jsonl
+MODEL_ARGS_NORM_EPSILON="${MODEL_ARGS_NORM_EPSILON:-1e-6}"  # of -Instruct
 use_model qwen2.5-32B
 NUM_NODES="${NUM_NODES:-4}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"

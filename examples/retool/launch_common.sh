@@ -71,6 +71,10 @@ SFT_ARGS=(
 RL_ARGS=(
   --colocate
   --save-keep 3
+  # Samples for `slime-retool view`: of every tenth rollout.
+  --dump-rollouts
+  --dump-rollouts-every 10
+  --dump-rollouts-compressed
   --input-key prompt
   --label-key label
   --apply-chat-template
@@ -91,7 +95,7 @@ MEMORY_ARGS=(
   --use-dynamic-batch-size
 )
 
-# length FLAG VALUE: how long the run is.
+# length FLAG VALUE: how long the run is, unless the caller's flags say it.
 length() {
   LENGTH_ARGS=("$@")
   if [[ "${MODEL}" == tiny ]]; then
@@ -101,8 +105,13 @@ length() {
 
 # launch PROJECT-GROUP FLAGS...: the run itself; the caller's flags come last and win.
 launch() {
-  local group="$1"
+  local group="$1" flag
   shift
+  for flag in "$@"; do
+    case "${flag}" in
+      --num-rollout | --num-rollout=* | --num-epoch | --num-epoch=*) LENGTH_ARGS=() ;;  # only one of the two may be given
+    esac
+  done
   # Every run has a folder of its own: metrics of SFT and of RL in one metrics.jsonl would pass for one run.
   local output=(--output-dir "${SAVE_DIR}/output")
   local cluster=(
@@ -134,7 +143,7 @@ launch() {
     ${MODEL_ARGS[@]+"${MODEL_ARGS[@]}"} \
     "${output[@]}" \
     "${cluster[@]}" \
-    "${LENGTH_ARGS[@]}" \
+    ${LENGTH_ARGS[@]+"${LENGTH_ARGS[@]}"} \
     ${wandb[@]+"${wandb[@]}"} \
     "${numerics[@]}" \
     "${RUN_ARGS[@]}" \

@@ -6,6 +6,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch_common.sh"
 
 TINY_DATA=sft.parquet
+MODEL_ARGS_NORM_EPSILON="${MODEL_ARGS_NORM_EPSILON:-1e-6}"  # of -Instruct
 use_model qwen2.5-32B
 length --num-epoch 6
 checkpoints Qwen2.5-32B-Instruct Qwen2.5-32B-Instruct_sft 62

@@ -335,7 +335,7 @@ class AlgoArgs:
         next(iter(LOSSES)),
         metavar="NAME",
         help=f"What is minimised: {', '.join(LOSSES)}, or the dotted path of a loss of your own (docs/extending.md). "
-        "sft_loss starts no engines and takes each conversation once.",
+        "sft_loss starts no engines; a row is one sample.",
     )
     advantage_estimator: str = flag(
         next(iter(ALGORITHMS)),

@@ -1,5 +1,6 @@
 """Tool calls: found in model output, executed, and written back as token ids."""
 
+from slime_retool.errors import ToolUnavailable
 from slime_retool.tool_use.calls import ToolCall, ToolCallError, ToolResult, Turn
 from slime_retool.tool_use.chat_loop import run_chat_loop
 from slime_retool.tool_use.format import FORMATS, ToolFormat, make_format
@@ -21,6 +22,7 @@ __all__ = [
     "ToolFunction",
     "ToolRegistry",
     "ToolResult",
+    "ToolUnavailable",
     "Turn",
     "check_template",
     "make_format",
