@@ -160,6 +160,24 @@ async def forgetful_generate(args: Config, sample: Sample, sampling_params: dict
     return sample
 
 
+async def speechless_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Forgets to set the response's text."""
+    from slime_retool.rollout.generate import generate
+
+    sample = await generate(args, sample, sampling_params)
+    sample.response = ""
+    return sample
+
+
+async def promptless_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Forgets the prompt's ids."""
+    from slime_retool.rollout.generate import generate
+
+    sample = await generate(args, sample, sampling_params)
+    del sample.tokens[: sample.prompt_length]
+    return sample
+
+
 async def unequal_generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Loses a log-prob."""
     from slime_retool.rollout.generate import generate
@@ -222,6 +240,7 @@ async def reward_by_letter(args: Config, sample: Sample) -> float:
 
 async def generate_or_abort(config: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs = [1, 2], 1, [1], [-0.5]
+    sample.response = "an answer"
     sample.status = SampleStatus.ABORTED if sample.prompt == "stopped" else SampleStatus.COMPLETED
     return sample
 

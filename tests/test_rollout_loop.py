@@ -146,6 +146,8 @@ async def test_a_mistake_in_a_hook_ends_the_rollout(hooks, error, message, tmp_p
         ("text", "^rollout_hooks.text_generate must return the sample, got str for sample 0"),
         ("forgetful", "^rollout_hooks.forgetful_generate left sample 0 PENDING; set its status"),
         ("unequal", "^rollout_hooks.unequal_generate: sample 0: .* must agree"),
+        ("speechless", "^rollout_hooks.speechless_generate left the response of sample 0 empty, .* wrote '.+': set"),
+        ("promptless", "^rollout_hooks.promptless_generate returned sample 0 without its prompt: set sample.tokens"),
     ],
 )
 async def test_a_generate_that_returns_no_sample_to_train_on_is_one_line(hook, message, tmp_path, caplog):

@@ -19,7 +19,7 @@ from slime_retool.engine.process import ServerError
 from slime_retool.errors import ConfigError, PromptTooLong, RolloutError, TrainerDied, UserError
 from slime_retool.protocols import GenerateFn, load_function, load_module
 from slime_retool.reward.runner import RewardRunner
-from slime_retool.rollout.context import current_attempts
+from slime_retool.rollout.context import current_attempts, current_context
 from slime_retool.rollout.failure_log import FailureLog
 from slime_retool.types import Sample, SampleStatus, Span, timed
 
@@ -210,3 +210,16 @@ def _check_generated(sample: Any, index: int, path: str, with_ids: bool) -> None
             raise ConfigError(f"{path}: {error}") from error
         if with_ids and not any(sample.loss_mask):
             raise ConfigError(f"{path} returned sample {sample.index} as {sample.status.value} without a model token")
+        if with_ids and not sample.prompt_length:
+            raise ConfigError(
+                f"{path} returned sample {sample.index} without its prompt: set sample.tokens to the prompt's ids "
+                "before the first sample.append(...)"
+            )
+        if with_ids and not sample.response:
+            ids = sample.tokens[sample.prompt_length :]
+            text = current_context().tokenizer.decode(ids, skip_special_tokens=True)
+            if text.strip():
+                raise ConfigError(
+                    f"{path} left the response of sample {sample.index} empty, which is what rewards read, and the "
+                    f"model wrote {text[:60]!r}: set sample.response"
+                )

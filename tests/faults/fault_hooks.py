@@ -70,6 +70,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
             raise ToolUnavailable(result.error)
         sample.num_tool_calls += 1
         sample.append(list(result.stdout.encode()), log_probs=None)  # bytes are the tiny tokenizer's ids
+    sample.response = context.tokenizer.decode(sample.tokens[sample.prompt_length :])
     sample.status = SampleStatus.COMPLETED
     return sample
 
