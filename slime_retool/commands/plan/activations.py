@@ -32,7 +32,7 @@ EXPERT_IMBALANCE = 1.2
 
 def element_bytes(config: Config) -> int:
     """Bytes of an element of activations and weights."""
-    return FP32 if config.precision == "fp32" else BF16
+    return BF16 if config.in_bf16 else FP32
 
 
 def sequence_split(config: Config) -> int:

@@ -6,8 +6,9 @@ https://arxiv.org/abs/1910.02054, section 3.1):
     weights     2           bf16
     gradients   4           one fp32 buffer that all micro-batches add to (2 without accumulation in fp32)
     optimizer   4 + 4 + 4   main weights and Adam's moments, fp32; of the main weights only the 16 bits that bf16 lacks
-                            with the precision-aware optimizer. Divided over data x context parallel ranks (for
-                            experts, over the ranks that hold the same ones); less what is offloaded to the host
+                            with the precision-aware optimizer, unless it is offloaded. Divided over data x context
+                            parallel ranks (for experts, over the ranks that hold the same ones); less what is offloaded
+                            to the host
 
 With LoRA frozen parameters have weights only. Activations are those of `activations.py` for each micro-batch in flight:
 under 1F1B, stage s of p has p - s of them (https://arxiv.org/abs/2104.04473, section 2.2).
@@ -161,11 +162,11 @@ def stage_memory(models: list[Role], workload: Workload, stage: int) -> TrainerM
 
 def _state_bytes(model: Role, stage: int, layers: int) -> tuple[int, int, int, int]:
     """(weights, gradients, optimizer, optimizer on the host) of a rank of one pipeline stage with so many layers."""
-    config, bf16 = model.config, model.config.precision != "fp32"
+    config, bf16 = model.config, model.config.in_bf16
     frozen, dense, experts = held_parameters(config, stage, layers, logits=model.has_logits)
     trained = dense + experts
     gradient = FP32 if config.accumulate_allreduce_grads_in_fp32 or not bf16 else BF16
-    main = (2 if config.use_precision_aware_optimizer else FP32) if bf16 else 0
+    main = (2 if config.halves_master_weights else FP32) if bf16 else 0
     optimizer = stepped_parameters(config, dense, experts) * (2 * FP32 + main)
     on_host = round(optimizer * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
     return (frozen + trained) * element_bytes(config), trained * gradient, optimizer - on_host, on_host
