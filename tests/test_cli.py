@@ -227,6 +227,18 @@ def test_doctor_says_what_is_missing(monkeypatch, capsys):
     assert "no-such-package       missing\n" in out and "1 required package(s) missing" in out
 
 
+@pytest.mark.parametrize(("visible", "said"), [(None, "2\n"), ("1", "1\n"), ("", "none: runs use the CPU and gloo\n")])
+def test_doctor_counts_the_gpus_that_runs_would_use(visible: str | None, said: str, monkeypatch, capsys):
+    glob = Path.glob
+    devices = [Path("/dev/nvidia0"), Path("/dev/nvidia1")]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: devices if self == Path("/dev") else glob(self, pattern))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    main(["doctor"])
+    assert f"GPUs                  {said}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_doctor_says_where_every_process_compiles_its_imports(kept: bool, monkeypatch, capsys):
     monkeypatch.setattr(sys, "dont_write_bytecode", not kept)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from slime_retool.config.devices import gpus_shown
 from slime_retool.sandbox import Sandbox, SandboxPolicy, SandboxUnavailable
 from slime_retool.sandbox.host.policy import ISOLATION_LEVELS
 
@@ -30,9 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             version = "missing" if name in REQUIRED else "not installed (optional)"
             missing += name in REQUIRED
         print(f"{name:<22}{version}")
-    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    print(f"{'GPUs':<22}{len(gpus) or 'none: runs use the CPU and gloo'}")
+    print(f"{'GPUs':<22}{gpus_shown() or 'none: runs use the CPU and gloo'}")
     print(f"{'CPU cores':<22}{os.cpu_count()}")
     print(f"{'memory':<22}{memory / 1e9:.0f} GB")
     if sys.dont_write_bytecode:
