@@ -11,7 +11,7 @@ from typing import Any
 from megatron_bridge.checkpoint import what_it_is
 from megatron_bridge.flags import changed, option_name
 from megatron_bridge.model_config import ModelArgs, check_model, head_dim, moe_layers, query_groups
-from megatron_bridge.names import FAMILIES, Family
+from megatron_bridge.names import FAMILIES, Family, Mixture
 
 HfConfig = dict[str, Any]
 
@@ -93,7 +93,7 @@ def model_args_from_hf(config: HfConfig) -> ModelArgs:
     # transformers' own defaults where the key may be left out
     groups = config.get("num_key_value_heads") or heads
     kv_channels = config.get("head_dim") or family.head_dim or hidden // heads
-    experts = {} if family.mixture is None else _expert_args(config, family)
+    experts = {} if family.mixture is None else _expert_args(config, family, family.mixture)
     return ModelArgs(
         num_layers=_need(config, "num_hidden_layers"),
         hidden_size=hidden,
@@ -142,12 +142,18 @@ def described_by_hf(model: ModelArgs, config: HfConfig) -> ModelArgs:
     return replace(model_args_from_hf(config), make_vocab_size_divisible_by=model.make_vocab_size_divisible_by)
 
 
-def _expert_args(config: HfConfig, family: Family) -> dict[str, Any]:
+def _expert_args(config: HfConfig, family: Family, mixture: Mixture) -> dict[str, Any]:
     """The flags of a mixture of experts."""
     found = _EXPERTS[family.model_type](config)
     sparse = found.pop("sparse")
-    freq = "1" if all(sparse) else "[" + ",".join(str(int(experts)) for experts in sparse) + "]"
-    return dict(moe_router_topk=_need(config, "num_experts_per_tok"), moe_layer_freq=freq, **found)
+    return dict(
+        moe_router_topk=_need(config, "num_experts_per_tok"),
+        moe_router_score_function=mixture.score_function,
+        moe_router_enable_expert_bias=mixture.expert_bias,
+        moe_shared_expert_gate=mixture.shared_expert_gate,
+        moe_layer_freq="1" if all(sparse) else "[" + ",".join(str(int(experts)) for experts in sparse) + "]",
+        **found,
+    )
 
 
 def _qwen_experts(config: HfConfig) -> dict[str, Any]:
@@ -164,9 +170,9 @@ def _qwen_experts(config: HfConfig) -> dict[str, Any]:
 
 
 def _qwen2_experts(config: HfConfig) -> dict[str, Any]:
-    """Beside them one for all tokens, with a gate."""
+    """Beside them one for all tokens."""
     shared = _need(config, "shared_expert_intermediate_size")
-    return dict(**_qwen_experts(config), moe_shared_expert_intermediate_size=shared, moe_shared_expert_gate=True)
+    return dict(**_qwen_experts(config), moe_shared_expert_intermediate_size=shared)
 
 
 def _glm_experts(config: HfConfig) -> dict[str, Any]:
@@ -179,8 +185,6 @@ def _glm_experts(config: HfConfig) -> dict[str, Any]:
         sparse=[layer >= first for layer in range(layers)],
         num_experts=_need(config, "n_routed_experts"),
         moe_ffn_hidden_size=_need(config, "moe_intermediate_size"),
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
         moe_router_topk_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
         moe_shared_expert_intermediate_size=shared,
     )
