@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ H = TypeVar("H")
 
 BATCHES_OPEN = 2
 """Batches of groups that a stream (--max-staleness) has open: one being finished while the next is under way."""
+UNKNOWN_BATCH = 16
+"""Prompts that engines are prepared for without --rollout-batch-size."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -317,8 +320,19 @@ class Config(
             return 0
         if self.rollout_external_urls:
             return len(self.rollout_external_urls)
-        gpus = self.rollout_num_gpus or (self.world_size if self.colocate else self.rollout_num_gpus_per_engine)
-        return gpus // self.rollout_num_gpus_per_engine
+        return self.generation_gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def generation_gpus(self) -> int:
+        """GPUs of all engines that the run starts. By default those of the trainers, or of one engine."""
+        return self.rollout_num_gpus or (self.world_size if self.colocate else self.rollout_num_gpus_per_engine)
+
+    @property
+    def requests_per_engine(self) -> int:
+        """Samples that an engine may work on at the same time; of `UNKNOWN_BATCH` prompts where nothing says of how
+        many."""
+        samples = (self.groups_at_once or UNKNOWN_BATCH) * self.n_samples_per_prompt
+        return math.ceil(samples / max(1, self.num_engines))
 
     @property
     def prompt_sets(self) -> list[DataSet]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 
 from megatron_bridge.model_config import nearest_divisor, query_groups, required
 from slime_retool.config.config import Config
@@ -80,13 +79,13 @@ def warn_of_graphs(config: Config) -> None:
     """Say where an engine decodes more requests at once than its CUDA graphs hold: two to three times slower."""
     if config.debug_train_only:
         return
-    samples = math.ceil(config.groups_at_once * config.n_samples_per_prompt / max(1, config.num_engines))
     given = {
         name: [int(value) for value in values if value.isdecimal()]
         for name, values in config.sglang_server_flags.items()
         if name in GRAPH_FLAGS or name == "--max-running-requests"
     }
-    running = min(samples, config.sglang_server_concurrency, *given.pop("--max-running-requests", []))
+    most = given.pop("--max-running-requests", [])
+    running = min(config.requests_per_engine, config.sglang_server_concurrency, *most)
     for name, sizes in given.items():
         if sizes and max(sizes) < running:
             logger.warning(
@@ -102,7 +101,7 @@ def check_engines(config: Config) -> None:
         return
     check_server_flags(config)
     per_engine = config.rollout_num_gpus_per_engine
-    total = config.rollout_num_gpus or (config.world_size if config.colocate else per_engine)
+    total = config.generation_gpus
     if total % per_engine:
         raise ConfigError(
             f"--rollout-num-gpus-per-engine {per_engine} does not divide the {total} GPUs used for generation; "

@@ -139,8 +139,7 @@ def kv_tokens(config: Config) -> int | None:
         return config.sglang_max_total_tokens
     response = max(config.rollout_max_response_len, config.eval_max_response_len or 0)
     longest = config.rollout_max_context_len or (config.rollout_max_prompt_len or 1024) + response
-    samples = math.ceil((config.groups_at_once or 16) * config.n_samples_per_prompt / max(1, config.num_engines))
-    return max(longest + 2 * SPARE_CONTEXT, min(samples * longest, CPU_KV_TOKENS))
+    return max(longest + 2 * SPARE_CONTEXT, min(config.requests_per_engine * longest, CPU_KV_TOKENS))
 
 
 def _context_length(wanted: int, model_path: str) -> int:
