@@ -29,7 +29,7 @@ RELEASE = "release"
 PART, OLD = ".part", ".old"
 """Ends of folders that are not complete, or about to be deleted; `*.part` and `*.old` of a killed run can go."""
 
-_ITERATION = re.compile(r"iter_\d{7,}")
+_ITERATION = re.compile(r"iter_(\d{7,})")
 _PIECE = 2**20
 _PIECES = 64
 """A file of more than this many pieces is digested in so many of them, evenly spaced: reading tens of gigabytes again
@@ -58,7 +58,13 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def holds_checkpoints(root: str | Path) -> bool:
     """Whether `root` has a checkpoint, be it one that nothing points at."""
-    return exists(root) or any(_ITERATION.fullmatch(path.name) for path in Path(root).glob("iter_*"))
+    return exists(root) or bool(_iterations(root))
+
+
+def _iterations(root: str | Path) -> dict[int, Path]:
+    """{number: folder} of what `root` holds under names of iterations."""
+    found = ((path, _ITERATION.fullmatch(path.name)) for path in Path(root).glob("iter_*"))
+    return {int(name[1]): path for path, name in found if name is not None}
 
 
 def is_part_of_root(name: str) -> bool:
@@ -166,8 +172,7 @@ def candidates(root: str | Path) -> list[int]:
     newest = latest_iteration(root)
     if newest is None:
         return []
-    found = {int(path.name[5:]) for path in Path(root).glob("iter_*") if _ITERATION.fullmatch(path.name)}
-    return [newest, *sorted((number for number in found if number < newest), reverse=True)]
+    return [newest, *sorted((number for number in _iterations(root) if number < newest), reverse=True)]
 
 
 def prune(root: str | Path, keep: int) -> None:
@@ -179,8 +184,7 @@ def prune(root: str | Path, keep: int) -> None:
     newest = latest_iteration(root)
     if newest is None:
         return
-    found = [path for path in Path(root).glob("iter_*") if _ITERATION.fullmatch(path.name)]
-    own = sorted((number, path) for path in found if (number := int(path.name[5:])) <= newest)
+    own = sorted((number, path) for number, path in _iterations(root).items() if number <= newest)
     for _, path in own[:-keep]:
         # A name that no load takes, should this end halfway; the next save deletes it.
         old = path.with_name(path.name + OLD)
