@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_bridge.arithmetic import LOGIT_CHUNK_BYTES
 from slime_retool.algo.softmax import logits_gradient, row_sums
-
-CHUNK_BYTES = 2**30
-"""Size that one chunk's logits may have in fp32, unless `chunk_size` is given."""
 
 
 def linear_log_probs(
@@ -50,7 +48,7 @@ def linear_log_probs(
     assert temperature > 0, temperature
     tp = tp_group.size() if tp_group is not None else 1
     if chunk_size is None:
-        rows = CHUNK_BYTES // (4 * max(1, len(weight)))
+        rows = LOGIT_CHUNK_BYTES // (4 * max(1, len(weight)))
         chunk_size = max(1, rows // 128 * 128 or rows)  # whole tiles of a GPU's matrix product
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, targets, positions, vocab_size, 1.0 / temperature, with_entropy,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 SLAB_BYTES = 2**30
-"""Memory comes in pieces of this size, or of a tensor that is larger: torch rounds page-locked allocations up to a
-power of two."""
+"""Host memory comes in pieces of this size, or for copies of a tensor that is larger: torch rounds page-locked
+allocations up to a power of two."""
 ALIGNMENT = 64
 
 

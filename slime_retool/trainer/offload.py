@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 2**30
-"""Host memory comes in pieces of this size: torch rounds page-locked allocations up to a power of two."""
+from slime_retool.trainer.host_copies import SLAB_BYTES
 
 
 class HostMemory:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_bridge.arithmetic import GIB
+from megatron_bridge.arithmetic import GIB, LOGIT_CHUNK_BYTES
 from megatron_bridge.arithmetic.cards import Card
 from megatron_bridge.arithmetic.parameters import (
     all_expert_parameters,
@@ -47,8 +47,6 @@ RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL's buffers, kernel workspaces, the allocator's unused rest: outside of what torch counts."""
 ENGINE_RUNTIME_BYTES = int(3.0 * GIB)
 """The same of an SGLang worker, with its CUDA graphs. It stays when the engine gives back weights and cache."""
-LOGIT_CHUNK_BYTES = 2**30
-"""Size of one chunk's logits in fp32 (`algo.log_probs.CHUNK_BYTES`)."""
 MEM_FRACTION = 0.85
 """What is assumed of SGLang's own choice where --sglang-mem-fraction-static is not given."""
 
