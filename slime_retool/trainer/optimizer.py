@@ -60,7 +60,7 @@ def build_scheduler(config: Config, optimizer: Any) -> Any:
         optimizer,
         init_lr=config.lr / (warmup + 1),
         max_lr=config.lr,
-        min_lr=config.min_lr if config.lr_decay_style != "constant" else min(config.min_lr, config.lr),
+        min_lr=config.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=CONSTANT_STEPS if total is None else total,
         lr_decay_style=config.lr_decay_style,
