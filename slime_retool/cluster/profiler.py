@@ -4,45 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from slime_retool.config import Config
 from slime_retool.engine.loads import LoadRecorder
 from slime_retool.trace import RankSpans, Trace, trace_path, units_of
 from slime_retool.types import Span
 
+if TYPE_CHECKING:
+    from slime_retool.cluster.engines import Engines
+    from slime_retool.cluster.trainers import Trainers
+    from slime_retool.rollout.manager import RolloutManager
+
 logger = logging.getLogger(__name__)
 TRAINER_PHASES = ("values", "log_probs", "train", "train critic")
 """Phases of the step that ranks time themselves."""
-
-
-class Recorded(Protocol):
-    """What of the rollout manager is used here."""
-
-    def record(self) -> None: ...
-
-    def take_spans(self) -> list[list[Span]]: ...
-
-
-class RecordedTrainers(Protocol):
-    """What of `cluster.trainers.Trainers` is used here."""
-
-    def record(self) -> None: ...
-
-    def take_spans(self) -> list[tuple[str, RankSpans]]: ...
-
-
-class RecordedEngines(Protocol):
-    """What of `cluster.engines.Engines` is used here."""
-
-    def current(self) -> dict[int, str]: ...
 
 
 class StepProfiler:
     """Records one step: made before it, `write` after it, `close` whatever came of it."""
 
     def __init__(
-        self, config: Config, rollout_id: int, rollout: Recorded, trainers: RecordedTrainers, engines: RecordedEngines
+        self, config: Config, rollout_id: int, rollout: RolloutManager, trainers: Trainers, engines: Engines
     ) -> None:
         self._config, self._rollout_id = config, rollout_id
         self._rollout = rollout

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_bridge.checkpoint import prune
 from slime_retool.config import Config
 from slime_retool.config.schedule import saves_after
 from slime_retool.run_folder import resume_point
 
+if TYPE_CHECKING:
+    from slime_retool.cluster.trainers import Trainers
+
 logger = logging.getLogger(__name__)
-
-
-class SavingTrainers(Protocol):
-    """What of `cluster.trainers.Trainers` is used here."""
-
-    def save(self, rollout_id: int, extra: dict[str, Any], *, background: bool) -> None: ...
-
-    def finish_save(self, *, wait: bool) -> float | None: ...
 
 
 class Saves:
     """One save at a time; old checkpoints are deleted when those of all models are complete, which go on together."""
 
-    def __init__(self, config: Config, trainers: SavingTrainers) -> None:
+    def __init__(self, config: Config, trainers: Trainers) -> None:
         self._config, self._trainers = config, trainers
         self._last_time = time.monotonic()
         self.last: int | None = None
