@@ -1,7 +1,7 @@
 """The GPUs a plan can be made for, and what of their peaks a training step reaches.
 
 Figures of cards are the vendors' datasheets' (NVIDIA A100, H100 SXM, H200, DGX B200), memory is what the driver shows.
-Every share below is used by `timing.py`; each says where it is from.
+Every share below is used by the plan; each says where it is from.
 """
 
 from __future__ import annotations

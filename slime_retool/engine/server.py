@@ -154,7 +154,7 @@ def _context_length(wanted: int, model_path: str) -> int:
 def server_environment(config: Config, devices: Sequence[int | str] | None) -> dict[str, str]:
     """The server's whole environment: this process's, with the device settled."""
     environment = dict(os.environ)
-    # Schedulers import both loaders, also when the package is not installed but run from its folder.
+    # Schedulers import the weight loaders, also when the package is not installed but run from its folder.
     root = str(Path(slime_retool.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     # /health answers at once, also while generation is paused for a weight update or the engine is saturated.
