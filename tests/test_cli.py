@@ -113,6 +113,21 @@ def test_help_shows_a_commands_own_flags_and_no_others(pages):
     assert "--num-layers" in pages["convert to-megatron"][1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("to-megatron --save OUT", "--hf-checkpoint DIR is required"),
+        ("to-megatron", "--hf-checkpoint DIR and --save DIR are required"),
+        ("to-hf --input-dir TD --origin-hf-dir HF", "--output-dir DIR is required"),
+        ("to-hf --output-dir OUT", "--input-dir DIR and --origin-hf-dir DIR are required"),
+        ("init-tokens HF", "--output-dir DIR is required"),
+    ],
+)
+def test_convert_names_the_flags_that_are_missing(arguments: str, said: str, capsys):
+    assert main(["convert", *arguments.split()]) == 2
+    assert capsys.readouterr().err.endswith(f": {said}\n")
+
+
 def test_flags_that_help_does_not_show_are_still_taken(capsys):
     assert main(["eval", "--lr", "0.1", "--tensor-model-parallel-size", "2"]) == 2
     assert "--eval-prompt-data NAME FILE is required" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace
+from megatron_bridge.flags import OneLineParser, add_flags, flag, from_namespace, option_name
 from megatron_bridge.hf_config import described_by_hf, model_args_from_hf, read_hf_config
 from megatron_bridge.model_config import ModelArgs
 from slime_retool.chat import load_tokenizer
@@ -94,15 +94,14 @@ def to_megatron(argv: Sequence[str] | None = None, prog: str = "slime-retool con
 
 
 def _to_megatron(args: ToMegatronArgs) -> int:
-    if args.hf_checkpoint is None or args.save is None:
-        raise ConfigError("--hf-checkpoint and --save are both needed")
+    hf_checkpoint, save = _needed(args, "hf_checkpoint", "save")
 
     from megatron_bridge.convert import convert_hf_to_torch_dist
 
     written = convert_hf_to_torch_dist(
-        described_by_hf(args, read_hf_config(args.hf_checkpoint)),
-        args.hf_checkpoint,
-        args.save,
+        described_by_hf(args, read_hf_config(hf_checkpoint)),
+        hf_checkpoint,
+        save,
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
         first=args.decoder_first_pipeline_num_layers,
@@ -119,8 +118,7 @@ def to_hf(argv: Sequence[str] | None = None, prog: str = "slime-retool convert t
 
 
 def _to_hf(args: ToHfArgs) -> int:
-    if args.input_dir is None or args.output_dir is None or args.origin_hf_dir is None:
-        raise ConfigError("--input-dir, --output-dir and --origin-hf-dir are all needed")
+    input_dir, output_dir, origin_hf_dir = _needed(args, "input_dir", "output_dir", "origin_hf_dir")
     if args.peft and args.base_dir is not None:
         raise ConfigError("--peft leaves the base's weights out: drop --base-dir")
 
@@ -128,17 +126,16 @@ def _to_hf(args: ToHfArgs) -> int:
     from megatron_bridge.peft_export import export_peft
 
     if args.peft:
-        export_peft(args.input_dir, args.output_dir, args.origin_hf_dir, force=args.force)
+        export_peft(input_dir, output_dir, origin_hf_dir, force=args.force)
     else:
-        convert_torch_dist_to_hf(
-            args.input_dir, args.output_dir, args.origin_hf_dir, base_dir=args.base_dir, force=args.force
-        )
-    print(f"wrote {args.output_dir}")
+        convert_torch_dist_to_hf(input_dir, output_dir, origin_hf_dir, base_dir=args.base_dir, force=args.force)
+    print(f"wrote {output_dir}")
     return 0
 
 
-def model_flags(argv: Sequence[str] | None = None, prog: str = "slime-retool convert flags") -> int:
+def model_flags(argv: Sequence[str] | None = None) -> int:
     """The flags of a Hugging Face checkpoint on stdout. Returns the exit code."""
+    prog = "slime-retool convert flags"
     parser = _parser(prog, FLAGS)
     parser.add_argument("directory", metavar="DIR", help="Hugging Face checkpoint.")
     directory = parser.parse_args(argv).directory
@@ -151,8 +148,9 @@ def model_flags(argv: Sequence[str] | None = None, prog: str = "slime-retool con
     return run_command(prog, show, mistakes=(ValueError, OSError))
 
 
-def init_tokens(argv: Sequence[str] | None = None, prog: str = "slime-retool convert init-tokens") -> int:
+def init_tokens(argv: Sequence[str] | None = None) -> int:
     """Rows for tokens that were never trained. Returns the exit code."""
+    prog = "slime-retool convert init-tokens"
     parser = _parser(prog, INIT_TOKENS)
     parser.add_argument("directory", metavar="DIR", help="Hugging Face checkpoint to read.")
     add_flags(parser, InitTokensArgs)
@@ -162,8 +160,7 @@ def init_tokens(argv: Sequence[str] | None = None, prog: str = "slime-retool con
 
 
 def _init_tokens(directory: str, args: InitTokensArgs) -> int:
-    if args.output_dir is None:
-        raise ConfigError("--output-dir is needed")
+    (output_dir,) = _needed(args, "output_dir")
 
     from megatron_bridge.token_rows import initialize_tokens
 
@@ -176,9 +173,17 @@ def _init_tokens(directory: str, args: InitTokensArgs) -> int:
         if token not in vocabulary:
             raise ConfigError(f"--tokens {token}: the tokenizer in {directory} has no such token")
     pieces = {vocabulary[token]: made_of(tokenizer, token) for token in tokens}
-    initialize_tokens(directory, args.output_dir, pieces, force=args.force)
-    print(f"wrote {args.output_dir} with new rows for {' '.join(tokens)}")
+    initialize_tokens(directory, output_dir, pieces, force=args.force)
+    print(f"wrote {output_dir} with new rows for {' '.join(tokens)}")
     return 0
+
+
+def _needed(args: object, *names: str) -> list[str]:
+    """The folders that these fields name. ConfigError with the flags that were not given."""
+    missing = [f"{option_name(name)} DIR" for name in names if args.__dict__[name] is None]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} required")
+    return [args.__dict__[name] for name in names]
 
 
 def _parser(prog: str, description: str) -> OneLineParser:
