@@ -111,7 +111,7 @@ class TrainerActor:
     def log_probs(self, samples: list[TrainSample]) -> list[float]:
         return self._trainer.log_probs(samples).tolist()
 
-    def connect_engines(self, urls: list[str], version: int = 0) -> None:
+    def connect_engines(self, urls: list[str], version: int) -> None:
         from slime_retool.trainer.weight_sync import WeightSync
 
         self._sync = WeightSync(self._trainer, urls, host=self._host, version=version)

@@ -15,6 +15,9 @@ from slime_retool.config import Config
 from slime_retool.errors import ConfigError
 
 MOST_CHANGES = 4
+"""Settings that are changed together."""
+MOST_CHOICES = 3
+"""Ways to make a run fit that are named."""
 FASTER = 0.03
 """Share of a rollout's seconds that a change must save to be named; less is within the plan's error."""
 
@@ -29,8 +32,11 @@ class Change:
     gpus: int
 
 
-def changes_that_fit(config: Config, card: Card, workload: Workload, *, limit: int = 3) -> list[Change]:
-    """The fewest settings that must change; of each choice of settings the values with least GPU time, best first."""
+def changes_that_fit(config: Config, card: Card, workload: Workload) -> list[Change]:
+    """The fewest settings that must change; of each choice of settings the values with least GPU time, best first.
+
+    At most `MOST_CHOICES` choices.
+    """
     groups = list(filter(None, settings_that_save_memory(config)))
     for count in range(1, MOST_CHANGES + 1):
         found: list[Change] = []
@@ -41,7 +47,7 @@ def changes_that_fit(config: Config, card: Card, workload: Workload, *, limit: i
             if fitting:
                 found.append(min(fitting, key=_gpu_seconds))
         if found:
-            return sorted(found, key=_gpu_seconds)[:limit]
+            return sorted(found, key=_gpu_seconds)[:MOST_CHOICES]
     return []
 
 
