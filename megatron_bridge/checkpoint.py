@@ -86,7 +86,7 @@ def what_it_is(path: str | Path) -> str:
     if exists(path):
         return "; it is a Megatron checkpoint: make one of it with `slime-retool convert to-hf`"
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) and not path.parent.exists():
-        return f"; a model of the Hugging Face hub is downloaded first: hf download {path} --local-dir {path.name}"
+        return f"; if it names a model of the Hugging Face hub: hf download {path} --local-dir {path.name}"
     return ""
 
 
