@@ -144,6 +144,13 @@ def test_rows_without_a_label_are_left_to_a_reward_hook_of_ones_own(tmp_path):
     assert start(config).data.num_rows == 1 and not os.path.exists(tmp_path / "out" / "skipped_rows.jsonl")
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_run_that_skips_nothing_leaves_no_list_of_an_earlier_one(tmp_path, dry_run):
+    start(config_of(tmp_path, [GOOD, GOOD | {"label": None}], skip_bad_rows=True))
+    start(config_of(tmp_path, [GOOD], dry_run=dry_run))
+    assert os.path.exists(tmp_path / "out" / "skipped_rows.jsonl") == dry_run  # which writes nothing
+
+
 def test_prompts_that_leave_no_room_in_the_context_are_left_out_and_all_of_them_refused(tmp_path):
     long = GOOD | {"prompt": "x" * 50}
     assert start(config_of(tmp_path, [GOOD | {"prompt": "x"}, long], rollout_max_context_len=50)).data.num_dropped == 1

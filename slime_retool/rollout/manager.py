@@ -69,8 +69,7 @@ class RolloutManager:
         self.data = PromptDataSource(config, tokenizer, reader)
         self.config = config = with_num_rollout(config, self.data.num_rows)
         self.eval_sets = load_eval_samples(config, reader)
-        if reader.skipped:
-            _tell_of_skipped(config, reader.skipped)
+        _tell_of_skipped(config, reader.skipped)
         self._rollout: RolloutFn = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:
             Hooks.load(config)
@@ -385,11 +384,15 @@ def _row_checks(config: Config, tokenizer: Any) -> Sequence[RowCheck]:
 
 
 def _tell_of_skipped(config: Config, rows: list[Row]) -> None:
+    path = Path(config.output_dir) / "skipped_rows.jsonl"
+    if not rows:
+        if not config.dry_run:
+            path.unlink(missing_ok=True)  # an earlier run's, which would pass for this one's
+        return
     if config.dry_run:  # which writes nothing
         first = f"{rows[0]['file']}, row {rows[0]['row']}: {rows[0]['reason']}"
         logger.warning("%d rows cannot be used and would be left out, the first: %s", len(rows), first)
         return
-    path = Path(config.output_dir) / "skipped_rows.jsonl"
     logger.warning("%d rows cannot be used and are left out, see %s", write_rows(path, rows), path)
 
 

@@ -121,7 +121,7 @@ class Actor(ModelRole):
         if not resume and config.ref_load is None:
             raise ConfigError(
                 f"no weights to start from: --load {config.load} holds no checkpoint and --ref-load is not given; "
-                "convert one with tools/convert_hf_to_torch_dist.py and pass it as --ref-load"
+                "convert one with `slime-retool convert to-megatron` and pass it as --ref-load"
             )
         if config.needs_reference and config.ref_load is None:
             raise ConfigError("--use-kl-loss and --kl-coef need the reference model: give --ref-load")

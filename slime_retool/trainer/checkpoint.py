@@ -158,7 +158,7 @@ def _check_adapters(directory: Path, lora: LoraSpec | None) -> None:
     if saved is not None and lora is None:
         raise CheckpointError(
             f"{directory} holds LoRA adapters ({saved}), not whole weights: resume it with the same --lora flags as "
-            "--load, or merge it first (tools/convert_torch_dist_to_hf.py)"
+            "--load, or merge it first (`slime-retool convert to-hf`)"
         )
     if lora is not None and (saved is None or not saved.same_adapters(lora)):
         holds = "whole weights" if saved is None else f"adapters of {saved}"
