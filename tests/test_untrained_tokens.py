@@ -126,6 +126,16 @@ def test_init_tokens_gives_untrained_tokens_the_mean_of_what_their_text_is_made_
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "out").get_vocab() == own.get_vocab()
 
 
+def test_init_tokens_finds_the_tags_of_every_tool_format(checkpoint, tmp_path, capsys):
+    tags = ["<code>", "</code>"]
+    own = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    own.add_tokens(tags)  # into the unused rows, which all are one
+    own.save_pretrained(checkpoint)
+    assert slime_retool(["convert", "init-tokens", str(checkpoint), "--output-dir", str(tmp_path / "out")]) == 0
+    assert "new rows for <code> </code>" in capsys.readouterr().out
+    assert untrained_control_tokens(str(tmp_path / "out"), own, "retool") == []
+
+
 def test_tokens_of_the_same_letters_get_different_rows(checkpoint, tmp_path):
     own = PreTrainedTokenizerFast.from_pretrained(checkpoint)
     own.add_tokens(["<on>", "<no>"])  # into the unused rows

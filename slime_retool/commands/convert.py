@@ -18,6 +18,7 @@ from slime_retool.config.groups import folder
 from slime_retool.config.printable import option_lines
 from slime_retool.errors import ConfigError, run_command
 from slime_retool.tool_use.control_tokens import made_of, untrained_control_tokens
+from slime_retool.tool_use.format import FORMATS
 
 T = TypeVar("T")
 
@@ -47,8 +48,8 @@ INIT_TOKENS = """Copy a Hugging Face checkpoint, with rows of their own for toke
     %(prog)s DIR --output-dir OUT [--tokens '<tool_call>' '</tool_call>']
 
 A token's row, in the embedding and in the output layer, becomes the mean of the rows of the tokens that its text would
-be made of without it. By default: those tokens of the chat template and of --tool-format qwen whose rows are zero or
-the same as another token's.
+be made of without it. By default: those tokens of the chat template and of the formats of --tool-format whose rows
+are zero or the same as another token's.
 """
 
 
@@ -166,7 +167,7 @@ def _init_tokens(directory: str, args: InitTokensArgs) -> int:
 
     tokenizer = load_tokenizer(directory, "DIR")
     vocabulary = tokenizer.get_vocab()
-    tokens = args.tokens or untrained_control_tokens(directory, tokenizer, "qwen")
+    tokens = args.tokens or untrained_control_tokens(directory, tokenizer, *FORMATS)
     if not tokens:
         raise ConfigError(f"{directory}: every token of the chat template was trained; name others with --tokens")
     for token in tokens:

@@ -43,19 +43,24 @@ class ConversationTokenizer:
 
     def __call__(self, messages: list[Message], tools: list[ToolSchema] | None = None) -> tuple[list[int], list[int]]:
         """One mask entry per token. Raises DataError for a conversation that the format cannot hold."""
-        if self._tool_format != "retool" or not tools:
+        form = self._format(tools)
+        if form is None:
             return tokenize_conversation(self._template, messages, tools)
-        return self._in_retool(self._format(tools), messages)
+        return self._in_retool(form, messages)
 
     def check(self, messages: list[Message], tools: list[ToolSchema] | None = None) -> None:
         """Raise DataError for a conversation that cannot be trained on, as far as that shows without its tokens."""
         refuse_empty_turns(messages)
-        if self._tool_format != "retool" or not tools:
+        form = self._format(tools)
+        if form is None:
             render_conversation(self._template, messages, tools)
         else:
-            self._in_pieces(self._format(tools), messages)
+            self._in_pieces(form, messages)
 
-    def _format(self, tools: list[ToolSchema]) -> RetoolFormat:
+    def _format(self, tools: list[ToolSchema] | None) -> RetoolFormat | None:
+        """None where the chat template writes the conversation."""
+        if self._tool_format != "retool" or not tools:
+            return None
         key = json.dumps(tools)
         if key not in self._formats:
             self._formats[key] = RetoolFormat(self._tokenizer, tools)

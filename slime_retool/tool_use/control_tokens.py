@@ -7,19 +7,16 @@ from typing import Any
 
 from slime_retool.chat import ChatTemplate
 from slime_retool.errors import DataError
+from slime_retool.tool_use.format import FORMATS
 from slime_retool.types import Message
 
-_MARKS = {
-    "qwen": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-    "retool": ("<code>", "</code>", "<interpreter>", "</interpreter>", "<answer>", "</answer>"),
-}
 _CONVERSATION: list[Message] = [
     {"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")
 ]
 
 
-def control_tokens(tokenizer: Any, tool_format: str) -> dict[str, int]:
-    """Text -> id of the added tokens that the chat template writes around turns, and of the format's tags that are one
+def control_tokens(tokenizer: Any, *tool_formats: str) -> dict[str, int]:
+    """Text -> id of the added tokens that the chat template writes around turns, and of the formats' tags that are one
     token."""
     template = ChatTemplate(tokenizer)
     try:
@@ -28,7 +25,7 @@ def control_tokens(tokenizer: Any, tool_format: str) -> dict[str, int]:
         written = template.render(_CONVERSATION[1:])
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
     found = {added[number]: number for number in template.codec.encode(written) if number in added}
-    for mark in _MARKS.get(tool_format, ()):
+    for mark in (mark for name in tool_formats for mark in FORMATS[name].marks):
         ids = template.codec.encode(mark)
         if len(ids) == 1:
             found[mark] = ids[0]
@@ -44,11 +41,11 @@ def made_of(tokenizer: Any, token: str) -> list[int]:
     return [number for piece in pieces for number in piece]
 
 
-def untrained_control_tokens(checkpoint: str, tokenizer: Any, tool_format: str) -> list[str]:
+def untrained_control_tokens(checkpoint: str, tokenizer: Any, *tool_formats: str) -> list[str]:
     """Those that the checkpoint's weights never saw; none where its folder has no weights that can be read."""
     from megatron_bridge.token_rows import untrained_tokens  # brings torch
 
-    tokens = control_tokens(tokenizer, tool_format)
+    tokens = control_tokens(tokenizer, *tool_formats)
     try:
         first_unused = max(tokenizer.get_vocab().values()) + 1
         return untrained_tokens(checkpoint, tokens, tokenizer.added_tokens_decoder, first_unused)

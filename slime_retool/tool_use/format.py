@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from slime_retool.errors import ConfigError
@@ -17,6 +17,10 @@ class ToolFormat(Protocol):
 
     stop: tuple[str, ...]
     """Texts at which the engine has to end a turn, besides the end token. They stay part of the turn."""
+    marks: tuple[str, ...]
+    """Tags that structure turns and observations; a tokenizer may have a token for each."""
+
+    def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None: ...
 
     def prompt_ids(self, prompt: list[Message] | str) -> list[int]:
         """Ids of the prompt, ready for generation, tools explained; a string is taken as already rendered."""
@@ -42,7 +46,7 @@ class ToolFormat(Protocol):
         ...
 
 
-FORMATS: dict[str, Callable[[Any, Sequence[ToolSchema]], ToolFormat]] = {"qwen": QwenFormat, "retool": RetoolFormat}
+FORMATS: dict[str, type[ToolFormat]] = {"qwen": QwenFormat, "retool": RetoolFormat}
 
 
 def make_format(name: str, tokenizer: Any, tools: Sequence[ToolSchema]) -> ToolFormat:

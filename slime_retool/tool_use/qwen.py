@@ -28,6 +28,7 @@ class QwenFormat:
     """A `ToolFormat`. Raises ConfigError when the chat template cannot carry tool calls (see `check_template`)."""
 
     stop: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
     def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
         check_template(tokenizer)
@@ -52,8 +53,7 @@ class QwenFormat:
         return self._filter.fit(self._filter.clean(text), max_tokens)
 
     def observation_ids(self, observations: Sequence[str], turn: Turn) -> list[int]:
-        ids = self._suffix.ids(observations)
-        return ids if turn.missing else ids[1:]
+        return self._suffix.behind(turn, observations)
 
 
 def check_template(tokenizer: Any) -> None:

@@ -46,6 +46,7 @@ class RetoolFormat:
     """
 
     stop: tuple[str, ...] = (CLOSE,)
+    marks: tuple[str, ...] = (OPEN, CLOSE, "<interpreter>", "</interpreter>", "<answer>", "</answer>")
 
     def __init__(self, tokenizer: Any, tools: Sequence[ToolSchema]) -> None:
         self.tool, self.argument = _code_tool(tools)
@@ -83,8 +84,7 @@ class RetoolFormat:
     def observation_ids(self, observations: Sequence[str], turn: Turn) -> list[int]:
         """Usually text inside the assistant message; behind a message that the model ended, a message of the user."""
         if turn.over:
-            ids = self._suffix.ids(observations)
-            return ids if turn.missing else ids[1:]
+            return self._suffix.behind(turn, observations)
         shown = _shown(observations)
         begin = "\n" if shown and not (turn.text + turn.missing).endswith("\n") else ""
         return self.template.codec.encode(turn.missing + begin + shown)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from slime_retool.chat import TURN_MARK, ChatTemplate
+from slime_retool.tool_use.calls import Turn
 from slime_retool.types import Message, ToolSchema
 
 TEXT_MARK = "qztextqz"
@@ -43,10 +44,12 @@ class SuffixFrame:
         self._codec, self._end_token = template.codec, template.end_token
         self._encoders: dict[int, Callable[[Sequence[str]], list[int]]] = {}
 
-    def ids(self, texts: Sequence[str]) -> list[int]:
+    def behind(self, turn: Turn, texts: Sequence[str]) -> list[int]:
+        """What follows this turn; the end token is left out where the model has written it."""
         if len(texts) not in self._encoders:
             self._encoders[len(texts)] = self._encoder(len(texts))
-        return self._encoders[len(texts)](texts)
+        ids = self._encoders[len(texts)](texts)
+        return ids if turn.missing else ids[1:]
 
     def _encoder(self, count: int) -> Callable[[Sequence[str]], list[int]]:
         codec, frame = self._codec, self._frame(count)
