@@ -12,6 +12,8 @@ from typing import IO, Any
 
 ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
 """Half of a surrogate pair, which UTF-8 cannot hold, becomes the very escape that JSON has for it."""
+FOLDER = "rollouts"
+"""Of --output-dir."""
 COMPRESSED = ".gz"
 LEVEL = 1
 """Of gzip: level 6 takes several times as long for a tenth less (benchmarks/observing.py)."""
@@ -31,8 +33,12 @@ def dump_path(folder: Path, kind: str, rollout_id: int, *, compressed: bool = Fa
 
 def find_dump(path: Path) -> Path:
     """`path`, or where only that is there, the same file in the other form."""
-    other = path.with_suffix("") if path.suffix == COMPRESSED else path.with_name(path.name + COMPRESSED)
+    other = _other_form(path)
     return other if other.is_file() and not path.is_file() else path
+
+
+def _other_form(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix == COMPRESSED else path.with_name(path.name + COMPRESSED)
 
 
 def dumps_in(folder: Path, kind: str = "*") -> list[Path]:
@@ -53,8 +59,7 @@ def written_whole(path: Path) -> Iterator[IO[str]]:
     with gzip.open(part, "wt", LEVEL, **ENCODING) if path.suffix == COMPRESSED else part.open("w", **ENCODING) as file:
         yield file
     os.replace(part, path)
-    other = path.with_suffix("") if path.suffix == COMPRESSED else path.with_name(path.name + COMPRESSED)
-    other.unlink(missing_ok=True)
+    _other_form(path).unlink(missing_ok=True)
 
 
 def open_dump(path: Path) -> IO[bytes]:

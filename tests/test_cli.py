@@ -181,7 +181,7 @@ def _dump_trained(folder: Path) -> None:
     (folder / "rollouts").mkdir()
     (folder / "rollouts" / "trained_000000.jsonl.part").symlink_to("/dev/full")
     sample = TrainSample(tokens=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0.0, -1.0], reward=1.0)
-    dump_trained(str(folder), 0, TrainBatch.from_samples([sample]), None, torch.zeros(2))
+    dump_trained(folder / "rollouts" / "trained_000000.jsonl", TrainBatch.from_samples([sample]), None, torch.zeros(2))
 
 
 def _keep_transcripts(folder: Path) -> None:

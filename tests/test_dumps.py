@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from trainer_utils import random_samples
+from trainer_utils import keep_batch, random_samples
 from viewer_runs import write_run
 
 from slime_retool.cli import main
@@ -15,7 +15,7 @@ from slime_retool.commands.viewer.page import build_page
 from slime_retool.commands.viewer.reading import read_samples
 from slime_retool.dumps import dump_path, written_whole
 from slime_retool.errors import DataError
-from slime_retool.rollout.replay import dump_batch, read_batch
+from slime_retool.rollout.replay import read_batch
 from slime_retool.rollout.transcripts import dump_samples, prune_dumps
 from slime_retool.types import RolloutBatch, Sample
 
@@ -55,7 +55,7 @@ def test_samples_are_read_as_they_were_written(tmp_path: Path):
 def test_a_batch_is_replayed_from_either_form_and_a_rollout_has_one(tmp_path: Path):
     batch = RolloutBatch(random_samples(), {"rollout/samples": 13.0})
     for compressed in (True, False, True):
-        dump_batch(str(tmp_path), 3, batch, compressed=compressed)
+        keep_batch(str(tmp_path), 3, batch, compressed=compressed)
         assert names(tmp_path / "rollouts") == [f"trained_on_000003.jsonl{'.gz' if compressed else ''}"]
         assert read_batch(str(tmp_path), 3) == batch
     with pytest.raises(DataError, match="the folder has rollouts 3 to 3"):
@@ -77,7 +77,7 @@ def damaged(whole: bytes) -> list[bytes]:
 
 
 def test_a_damaged_batch_is_named(tmp_path: Path):
-    dump_batch(str(tmp_path), 0, RolloutBatch(random_samples()), compressed=True)
+    keep_batch(str(tmp_path), 0, RolloutBatch(random_samples()), compressed=True)
     (path,) = (tmp_path / "rollouts").iterdir()
     for content in (*damaged(path.read_bytes()), b""):
         path.write_bytes(content)

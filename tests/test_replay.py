@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from dist_utils import run_distributed
-from trainer_utils import make_trainer, random_samples, tiny_config
+from trainer_utils import keep_batch, make_trainer, random_samples, tiny_config
 
 from slime_retool.config import resolve
 from slime_retool.config.groups import REPLAY_ROLLOUT
 from slime_retool.config.validate import _check_replay
 from slime_retool.errors import ConfigError, DataError
-from slime_retool.rollout.replay import batch_path, dump_batch, read_batch
+from slime_retool.rollout.replay import batch_path, read_batch
 from slime_retool.types import STALENESS, RolloutBatch, TrainSample
 
 
@@ -36,7 +36,7 @@ def hard_samples() -> list[TrainSample]:
 
 def test_a_batch_is_read_as_it_was_written(tmp_path: Path):
     batch = RolloutBatch(hard_samples(), {"rollout/reward_mean": 1 / 3, "rollout/samples": 13.0})
-    dump_batch(str(tmp_path), 3, batch)
+    keep_batch(str(tmp_path), 3, batch)
     for folder in (tmp_path, tmp_path / "rollouts"):
         assert read_batch(str(folder), 3) == batch
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["trained_on_000003.jsonl"]
@@ -46,7 +46,7 @@ def test_a_rollout_that_is_not_there_or_damaged_is_named(tmp_path: Path):
     with pytest.raises(DataError, match="--replay-rollouts: no file .*has none: .*--dump-rollouts"):
         read_batch(str(tmp_path), 0)
     for rollout_id in (2, 5):
-        dump_batch(str(tmp_path), rollout_id, RolloutBatch(random_samples()))
+        keep_batch(str(tmp_path), rollout_id, RolloutBatch(random_samples()))
     with pytest.raises(DataError, match="trained_on_000003.jsonl; the folder has rollouts 2 to 5"):
         read_batch(str(tmp_path), 3)
     path = batch_path(str(tmp_path), 5)
@@ -72,7 +72,7 @@ def test_a_run_that_never_waits_is_replayed_with_its_flags(tmp_path: Path):
     flags = {"max_staleness": 1, "use_rollout_logprobs": True, "num_rollout": 2, "n_samples_per_prompt": 3}
     check_algorithm(resolve(tiny_config(replay_rollouts="earlier", **flags)))
     batch = RolloutBatch([dataclasses.replace(s, columns={STALENESS: [0.0] * s.length}) for s in random_samples()])
-    dump_batch(str(tmp_path), 0, batch)
+    keep_batch(str(tmp_path), 0, batch)
     assert read_batch(str(tmp_path), 0) == batch
 
 
@@ -99,7 +99,7 @@ def _train(rank: int, world_size: int, folder: str, replayed: bool) -> list[dict
             batch = read_batch(folder, rollout_id)
         else:
             batch = RolloutBatch(random_samples(seed=rollout_id))
-            dump_batch(folder, rollout_id, batch)
+            keep_batch(folder, rollout_id, batch)
         metrics.append(trainer.train(batch, rollout_id))
     trainer.shutdown()
     return [{name: value for name, value in row.items() if name.startswith("train/")} for row in metrics]
@@ -114,7 +114,7 @@ def test_losses_of_a_replay_are_the_same_to_the_bit(tmp_path: Path):
 def test_a_dumped_batch_is_no_file_of_samples_for_the_viewer(tmp_path: Path):
     from slime_retool.commands.viewer.reading import sample_files
 
-    dump_batch(str(tmp_path), 0, RolloutBatch(random_samples()))
+    keep_batch(str(tmp_path), 0, RolloutBatch(random_samples()))
     (tmp_path / "rollouts" / "rollout_000000.jsonl").write_text("")
     assert [path.name for path in sample_files(tmp_path)] == ["rollout_000000.jsonl"]
 
@@ -124,7 +124,7 @@ def test_old_batches_go_with_the_samples_of_their_rollout(tmp_path: Path):
 
     folder = tmp_path / "rollouts"
     for rollout_id in range(3):
-        dump_batch(str(tmp_path), rollout_id, RolloutBatch(random_samples()))
+        keep_batch(str(tmp_path), rollout_id, RolloutBatch(random_samples()))
         (folder / f"rollout_{rollout_id:06d}.jsonl").write_text("")
     prune_dumps(folder, 1, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["rollout_000002.jsonl", "trained_on_000002.jsonl"]
@@ -133,6 +133,6 @@ def test_old_batches_go_with_the_samples_of_their_rollout(tmp_path: Path):
 def test_lines_of_a_batch_hold_all_fields_of_a_train_sample(tmp_path: Path):
     import json
 
-    dump_batch(str(tmp_path), 0, RolloutBatch(random_samples(1)))
+    keep_batch(str(tmp_path), 0, RolloutBatch(random_samples(1)))
     row: dict[str, Any] = json.loads(batch_path(str(tmp_path), 0).read_text().splitlines()[1])
     assert row.keys() == {field.name for field in dataclasses.fields(TrainSample)}

@@ -20,6 +20,7 @@ from sglang_utils import engine_config
 from stream_engine import Model, steps
 from test_rollout_client import reply, served
 from test_stream import Rows, length_by, make_config
+from trainer_utils import keep_batch
 
 from slime_retool.engine.server import server_flags, server_module
 from slime_retool.errors import DataError, EngineError
@@ -27,7 +28,7 @@ from slime_retool.protocols import Completion
 from slime_retool.rollout.context import RolloutContext, use_context
 from slime_retool.rollout.engine_client import ROUTING_HEADER, RouterClient, WithoutRouting, parse_routed_experts
 from slime_retool.rollout.open_turns import Aside, OpenTurns, Record
-from slime_retool.rollout.replay import batch_path, dump_batch, read_batch
+from slime_retool.rollout.replay import batch_path, read_batch
 from slime_retool.rollout.routing import RouterShape, routed_share
 from slime_retool.rollout.stream import Stream
 from slime_retool.rollout.transcripts import dump_samples, sample_of
@@ -432,13 +433,13 @@ def test_a_dumped_batch_has_its_experts(typecode: str, compressed: bool, tmp_pat
         TrainSample(tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], routed_experts=some),
         TrainSample(tokens=[1, 2], loss_mask=[0, 1]),
     ]
-    dump_batch(str(tmp_path), 3, RolloutBatch(samples), compressed=compressed)
+    keep_batch(str(tmp_path), 3, RolloutBatch(samples), compressed=compressed)
     assert read_batch(str(tmp_path), 3).samples == samples
 
 
 def test_a_dump_with_damaged_experts_is_named(tmp_path: Path):
     some = TrainSample(tokens=[1, 2], loss_mask=[0, 1], routed_experts=routed(0, 10))
-    dump_batch(str(tmp_path), 0, RolloutBatch([some]))
+    keep_batch(str(tmp_path), 0, RolloutBatch([some]))
     path = batch_path(str(tmp_path), 0)
     for wrong in ('"typecode": "f"', '"layers": 0', '"ids": "AAAA"', '"ids": "?"'):
         text = re.sub(rf'{wrong.partition(" ")[0]} ("[^"]*"|\d+)', wrong, path.read_text(), count=1)

@@ -116,7 +116,7 @@ def test_the_trainer_writes_what_the_viewer_reads(tmp_path: Path):
     ]  # fmt: skip
     batch = TrainBatch.from_samples([TrainSample.from_sample(sample, reward=0.0) for sample in samples])
     counted = torch.arange(8, dtype=torch.float32)
-    dump_trained(str(tmp_path), 0, batch, counted, 10 * counted)
+    dump_trained(tmp_path / "rollouts" / "trained_000000.jsonl", batch, counted, 10 * counted)
     rows = [
         {"prompt": s.prompt, "label": s.label, "index": s.index, "tokens": s.tokens, "loss_mask": s.loss_mask,
          "response_length": s.response_length, "rollout_log_probs": s.rollout_log_probs, "response": "r",

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from slime_retool.config import Config
-from slime_retool.types import RoutedExperts, TrainSample
+from slime_retool.rollout.replay import dump_batch
+from slime_retool.types import RolloutBatch, RoutedExperts, TrainSample
 
 VOCAB_SIZE = 67
 """Padded to 80 at TP1 and to 96 at TP2."""
@@ -63,6 +64,12 @@ def random_samples(count: int = 6, *, seed: int = 0, engine: bool = True) -> lis
             )
         )
     return samples
+
+
+def keep_batch(output_dir: str, rollout_id: int, batch: RolloutBatch, *, compressed: bool = False) -> None:
+    """What a run with --dump-rollouts keeps of a batch for --replay-rollouts."""
+    config = Config(output_dir=output_dir, dump_rollouts_compressed=compressed)
+    dump_batch(config.dump_path("trained_on", rollout_id), rollout_id, batch)
 
 
 def sharpen(trainer: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from megatron_bridge.model_config import ModelArgs
 from slime_retool.algo.algorithms import Algorithm, Loss, LossTerm, active_terms, find_algorithm, find_loss
 from slime_retool.config import groups
 from slime_retool.config.data_sets import DataSet, parse_data_sets
+from slime_retool.dumps import FOLDER, dump_path
 
 H = TypeVar("H")
 
@@ -168,6 +170,10 @@ class Config(
     def dumps(self, rollout_id: int) -> bool:
         """Whether --dump-rollouts writes the samples of this rollout."""
         return self.dump_rollouts and rollout_id % self.dump_rollouts_every == 0
+
+    def dump_path(self, kind: str, rollout_id: int) -> Path:
+        """Where --dump-rollouts writes its file of this kind."""
+        return dump_path(Path(self.output_dir) / FOLDER, kind, rollout_id, compressed=self.dump_rollouts_compressed)
 
     @property
     def roles(self) -> list[Role]:

@@ -40,6 +40,7 @@ from slime_retool.config.require import (
 )
 from slime_retool.config.resolve import read_checkpoint
 from slime_retool.config.schedule import check_profiled, check_schedule
+from slime_retool.dumps import FOLDER
 from slime_retool.errors import ConfigError
 from slime_retool.protocols import load_function
 from slime_retool.run_folder import free_bytes, nearest_existing
@@ -179,7 +180,7 @@ def _check_replay(config: Config) -> None:
     require(os.path.isdir(folder), f"--replay-rollouts: no such folder: {folder}")
     # A run that resumes nothing sets aside what it finds in --output-dir.
     require(
-        not any(_same_place(os.path.join(config.output_dir, part), folder) for part in ("", "rollouts")),
+        not any(_same_place(os.path.join(config.output_dir, part), folder) for part in ("", FOLDER)),
         f"--replay-rollouts {folder} is in this run's own --output-dir: name another --output-dir",
     )
 

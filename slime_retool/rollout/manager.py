@@ -328,9 +328,10 @@ class RolloutManager:
 
     def _dump(self, rollout_id: int, batch: RolloutBatch) -> None:
         config = self.config
-        dump_batch(config.output_dir, rollout_id, batch, compressed=config.dump_rollouts_compressed)
+        path = config.dump_path("trained_on", rollout_id)
+        dump_batch(path, rollout_id, batch)
         if config.dump_rollouts_keep is not None:
-            prune_dumps(Path(config.output_dir) / "rollouts", config.dump_rollouts_keep, rollout_id)
+            prune_dumps(path.parent, config.dump_rollouts_keep, rollout_id)
 
     async def _work(self, start: Callable[[], Awaitable[T]], context: RolloutContext | None = None) -> T:
         """Await what `start` returns: hooks find the context, and `close` finds the task."""

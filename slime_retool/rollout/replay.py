@@ -17,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from slime_retool.dumps import DAMAGED, dump_path, dumps_in, find_dump, number_of, open_dump, written_whole
+from slime_retool.dumps import DAMAGED, FOLDER, dump_path, dumps_in, find_dump, number_of, open_dump, written_whole
 from slime_retool.errors import DataError
 from slime_retool.protocols import DataSource
 from slime_retool.rollout.context import RolloutContext
@@ -27,15 +27,13 @@ from slime_retool.types import RolloutBatch, TrainSample
 
 def batch_path(folder: str, rollout_id: int) -> Path:
     """Where the batch of a rollout lies in a run's --output-dir, or in the folder `rollouts` of one."""
-    inside = Path(folder) / "rollouts"
+    inside = Path(folder) / FOLDER
     return find_dump(dump_path(inside if inside.is_dir() else Path(folder), "trained_on", rollout_id))
 
 
-def dump_batch(output_dir: str, rollout_id: int, batch: RolloutBatch, *, compressed: bool = False) -> None:
+def dump_batch(path: Path, rollout_id: int, batch: RolloutBatch) -> None:
     """Write what the trainer is given. The file appears whole or not at all."""
-    with written_whole(
-        dump_path(Path(output_dir) / "rollouts", "trained_on", rollout_id, compressed=compressed)
-    ) as file:
+    with written_whole(path) as file:
         file.write(json.dumps({"rollout_id": rollout_id, "metrics": batch.metrics}) + "\n")
         file.writelines(json.dumps(_row(sample)) + "\n" for sample in batch.samples)
 

@@ -17,12 +17,10 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
 from tqdm import tqdm
 
-from slime_retool.dumps import dump_path
 from slime_retool.protocols import DataSource, load_function
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.hooks import Hooks, cancel, run_all, run_sample
@@ -97,8 +95,7 @@ async def make_batch(
     shown: list[ShownSample] = []
     if config.dumps(rollout_id):
         shown = shown_samples(samples, config.reward_key)
-        compressed = config.dump_rollouts_compressed
-        path = dump_path(Path(config.output_dir) / "rollouts", "rollout", rollout_id, compressed=compressed)
+        path = config.dump_path("rollout", rollout_id)
         texts = context.template.codec.token_texts
         # Made one by one, as they are written.
         rows = ((sample, {"rollout_id": rollout_id, "token_texts": texts(sample.tokens)}) for sample in samples)

@@ -178,10 +178,8 @@ class Trainer:
             # Of the pass whose log-probs are compared with the engine's: that of `prepare`, or the first step's.
             metrics = results[0].replay | metrics | _averages("train", results)
         if self.rank == 0 and config.dumps(rollout_id) and not config.loss.supervised:
-            dump_trained(
-                config.output_dir, rollout_id, batch, log_probs, prepared.data.columns["advantages"],
-                compressed=config.dump_rollouts_compressed,
-            )  # fmt: skip
+            path = config.dump_path("trained", rollout_id)
+            dump_trained(path, batch, log_probs, prepared.data.columns["advantages"])
         total = torch.tensor(seconds, dtype=torch.float32, device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)
         values_seconds, prepare_seconds, metrics["perf/train_seconds"] = total.tolist()

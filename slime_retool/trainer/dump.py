@@ -7,26 +7,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slime_retool.dumps import dump_path, written_whole
+from slime_retool.dumps import written_whole
 from slime_retool.trainer.batch import TrainBatch
 
 
-def dump_trained(
-    output_dir: str,
-    rollout_id: int,
-    batch: TrainBatch,
-    log_probs: Tensor | None,
-    advantages: Tensor,
-    *,
-    compressed: bool = False,
-) -> None:
-    """Write `output_dir`/rollouts/trained_<rollout>.jsonl, or .jsonl.gz: a line for each sample that was trained on.
+def dump_trained(path: Path, batch: TrainBatch, log_probs: Tensor | None, advantages: Tensor) -> None:
+    """Write a line for each sample that was trained on.
 
     `log_probs` [N] are those under the weights before the update, None where the run has them of some samples only
     (--use-rollout-logprobs with several optimizer steps); `advantages` [N] are as the loss reads them, importance
     weights included. A line holds `index` (`Sample.index`) and the values from the first learned token to the end.
     """
-    path = dump_path(Path(output_dir) / "rollouts", "trained", rollout_id, compressed=compressed)
     lengths = batch.lengths.tolist()
     columns = {"advantages": advantages} | ({"log_probs": log_probs} if log_probs is not None else {})
     parts = {name: column.float().cpu().split(lengths) for name, column in columns.items()}

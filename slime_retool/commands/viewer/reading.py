@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_retool.dumps import DAMAGED, dumps_in, find_dump, open_dump
+from slime_retool.dumps import DAMAGED, FOLDER, dumps_in, find_dump, open_dump
 from slime_retool.errors import DataError
 from slime_retool.rollout.transcripts import sample_of
 from slime_retool.types import Sample
 
-FOLDERS = ("rollouts", "eval")
+FOLDERS = (FOLDER, "eval")
 TRAINED = "trained_"
 """Files of this name hold what the trainer computed for the samples of the rollout with the same number."""
 _NOT_SAMPLES = ("metrics.jsonl", "skipped_rows.jsonl")
