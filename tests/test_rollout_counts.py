@@ -67,7 +67,7 @@ async def test_the_progress_bar_counts_the_groups_that_were_kept(
             self.shown.append("closed")
 
     bars: list[Bar] = []
-    monkeypatch.setattr(rl_rollout, "tqdm", Bar)
+    monkeypatch.setattr("slime_retool.rollout.tally.tqdm", Bar)
     config = make_config(
         tmp_path, rollout_batch_size=3, no_progress=False, custom_rm_path="rollout_hooks.spread_only_for_b",
         dynamic_sampling_filter_path="slime_retool.rollout.filters.check_reward_nonzero_std",

@@ -136,9 +136,7 @@ async def run_sample(
             sample = attempt.sample = generated
         if sample.status in USABLE:
             where = hooks.reward_path
-            with hooks.reward_time, timed("reward", spans):
-                sample.reward = await hooks.reward(config, sample)
-            sample.reward_value(config.reward_key)
+            await _score(config, hooks, sample, spans)
     except RolloutError as error:
         sample.status, sample.error = SampleStatus.FAILED, _failure(hooks, sample, error)
     except (UserError, ServerError, TrainerDied):  # says in one line what is wrong, and is no mistake in a hook
@@ -159,13 +157,17 @@ async def score_again(config: Config, hooks: Hooks, sample: Sample) -> Sample:
     """
     spans: list[Span] = []
     try:
-        with hooks.reward_time, timed("reward", spans):
-            sample.reward = await hooks.reward(config, sample)
-        sample.reward_value(config.reward_key)
+        await _score(config, hooks, sample, spans)
     except RolloutError as error:
         sample = replace(sample, reward=None, status=SampleStatus.FAILED, error=_failure(hooks, sample, error))
     sample.spans = [*(span for span in sample.spans if span["name"] != "reward"), *spans]
     return sample
+
+
+async def _score(config: Config, hooks: Hooks, sample: Sample, spans: list[Span]) -> None:
+    with hooks.reward_time, timed("reward", spans):
+        sample.reward = await hooks.reward(config, sample)
+    sample.reward_value(config.reward_key)  # raises where it holds none
 
 
 def _failure(hooks: Hooks, sample: Sample, error: RolloutError) -> str:

@@ -19,8 +19,6 @@ import time
 from collections.abc import Sequence
 from statistics import fmean
 
-from tqdm import tqdm
-
 from slime_retool.protocols import DataSource, load_function
 from slime_retool.rollout.context import RolloutContext
 from slime_retool.rollout.hooks import Hooks, cancel, run_all, run_sample
@@ -28,7 +26,7 @@ from slime_retool.rollout.overlong import mask_overlong, shaped_reward
 from slime_retool.rollout.routing import routed_share
 from slime_retool.rollout.sample_metrics import sample_metrics, source_metrics
 from slime_retool.rollout.sampling import training_sampling_params
-from slime_retool.rollout.tally import Group, Tally, usable
+from slime_retool.rollout.tally import Group, Tally, rollout_bar, usable
 from slime_retool.rollout.transcripts import dump_samples, shown_samples
 from slime_retool.types import RolloutBatch, SampleStatus, ShownSample, TrainSample
 
@@ -122,13 +120,7 @@ class _Sampling:
 
     async def run(self) -> None:
         running: dict[asyncio.Task[Group], Group] = {}
-        bar = tqdm(
-            total=self._target,
-            desc=f"rollout {self._rollout_id}",
-            unit="group",
-            leave=False,
-            disable=self._config.no_progress or None,
-        )
+        bar = rollout_bar(self._config, self._rollout_id)
         try:
             while len(self.kept) < self._target:
                 # What is missing, times the over-sampling.

@@ -25,8 +25,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tqdm import tqdm
-
 from slime_retool.config.config import BATCHES_OPEN
 from slime_retool.dumps import json_value
 from slime_retool.protocols import DataSource
@@ -45,7 +43,7 @@ from slime_retool.rollout.open_turns import (
 from slime_retool.rollout.rl_rollout import make_batch
 from slime_retool.rollout.routing import pack_experts, unpack_experts
 from slime_retool.rollout.sampling import training_sampling_params
-from slime_retool.rollout.tally import Group, Tally, usable
+from slime_retool.rollout.tally import Group, Tally, rollout_bar, usable
 from slime_retool.types import NO_VERSION, STALENESS, RolloutBatch, Sample, SampleStatus
 
 LENGTH_BINS = 4
@@ -104,14 +102,7 @@ class Stream:
         self._draws = True
         self._tally.rollout_id = rollout_id
         self._fill()
-        bar = tqdm(
-            total=self._target,
-            desc=f"rollout {rollout_id}",
-            unit="group",
-            leave=False,
-            disable=self._config.no_progress or None,
-        )
-        with bar:
+        with rollout_bar(self._config, rollout_id) as bar:
             while not self._is_ready():
                 self._changed.clear()
                 self._tally.check(len(self._kept), len(self._running))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from statistics import fmean
+from typing import NoReturn
+
+from tqdm import tqdm
 
 from slime_retool.config import Config
 from slime_retool.errors import RolloutError
@@ -17,6 +20,14 @@ Group = list[Sample]
 def usable(group: Group) -> Group:
     """Its samples that can be trained on."""
     return [sample for sample in group if sample.status in USABLE]
+
+
+def rollout_bar(config: Config, rollout_id: int) -> tqdm[NoReturn]:
+    """Its groups, as they become ready."""
+    disable = config.no_progress or None
+    return tqdm(
+        total=config.rollout_batch_size, desc=f"rollout {rollout_id}", unit="group", leave=False, disable=disable
+    )
 
 
 class Tally:
