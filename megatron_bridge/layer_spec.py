@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-TRANSFORMER_IMPLS = ("auto", "transformer_engine", "local")
-ATTENTION_BACKENDS = ("auto", "flash", "fused")
+from megatron_bridge.model_config import ATTENTION_BACKENDS, TRANSFORMER_IMPLS
 
 
 def resolve_transformer_impl(transformer_impl: str) -> str:

@@ -14,6 +14,9 @@ from functools import cache
 
 from megatron_bridge.flags import changed, flag, option_name
 
+TRANSFORMER_IMPLS = ("auto", "transformer_engine", "local")
+ATTENTION_BACKENDS = ("auto", "flash", "fused")
+
 
 @dataclass(frozen=True)
 class ModelArgs:

@@ -18,6 +18,7 @@ from typing import Any
 
 from slime_retool.chat import ChatTemplate, load_tokenizer
 from slime_retool.config import Config
+from slime_retool.config.groups import RM_TYPES
 from slime_retool.config.parse import build_parser
 from slime_retool.config.validate import check_values
 from slime_retool.data.loss_mask import refuse_empty_turns, require_assistant
@@ -32,7 +33,6 @@ from slime_retool.rollout.sft_tokens import NO_CONVERSATION, ConversationTokeniz
 from slime_retool.types import Sample
 
 PROG = "slime-retool data check"
-MODES = ("dapo", "math_verify")
 READ = ("input_key", "label_key", "tool_key", "metadata_key", "apply_chat_template", "loss_type", "tool_format",
     "rollout_max_prompt_len", "rollout_max_context_len", "custom_generate_function_path", "custom_rm_path",
     "rm_type")  # fmt: skip
@@ -48,7 +48,7 @@ class Report:
     rows: int = 0
     conversations: int = 0
     """Rows with a `messages` column; the others are questions with answers."""
-    wrong: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
+    wrong: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RM_TYPES, 0))
     """Mode -> rows whose own answer it does not score as right."""
     failures: list[str] = field(default_factory=list)
     """What is wrong with which row."""
@@ -80,7 +80,7 @@ class Report:
 
 
 def check_file(
-    path: str, template: ChatTemplate | None = None, config: Config | None = None, *, rules: Sequence[str] = MODES
+    path: str, template: ChatTemplate | None = None, config: Config | None = None, *, rules: Sequence[str] = RM_TYPES
 ) -> Report:
     """Check every row as training reads it. Raises ConfigError or DataError for a file that cannot be read at all.
 
@@ -177,7 +177,7 @@ class _FileCheck:
         """The row's own answer by each rule; a failure by those that were asked for."""
         if answer is None:  # and the reward hook needs none
             return
-        for mode in MODES:
+        for mode in RM_TYPES:
             if not compute_score(f"Answer: \\boxed{{{answer}}}", answer, mode)["acc"]:
                 self.report.wrong[mode] += 1
                 if mode in self._rules:
@@ -208,7 +208,7 @@ def _check(args: argparse.Namespace) -> int:
     """Print a line of JSON for each file, and what was found in its rows on stderr. Returns 1 for rows that fail."""
     given = {name: value for name in READ if (value := vars(args)[name]) is not None}
     config = Config(**given, hook_args=args.hook_args) if given else None
-    rules = () if {"custom_rm_path", "rm_type"} & given.keys() else MODES
+    rules = () if {"custom_rm_path", "rm_type"} & given.keys() else RM_TYPES
     if config is not None:
         check_values(config)
     flag, folder = ("--tokenizer", args.tokenizer) if args.tokenizer else ("--hf-checkpoint", args.hf_checkpoint)

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime_retool.errors import refuse, run_command
-from slime_retool.sandbox.host.policy import ISOLATION_LEVELS, SandboxPolicy, SandboxUnavailable, read_token
+from slime_retool.sandbox.host.policy import (
+    ISOLATION_LEVELS,
+    MAX_TIMEOUT,
+    SandboxPolicy,
+    SandboxUnavailable,
+    read_token,
+)
 
 PROG = "slime-retool sandbox serve"
 
@@ -33,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="memory of a call in MiB, and the most that a request may ask for (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-timeout", type=float, default=300.0,
+        "--max-timeout", type=float, default=MAX_TIMEOUT,
         help="most seconds that a request may ask for (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_bridge.flags import flag
 from megatron_bridge.lora_spec import TARGET_MODULES
+from megatron_bridge.model_config import ATTENTION_BACKENDS, TRANSFORMER_IMPLS
 from slime_retool.algo.algorithms import (
     ALGORITHMS,
     KL_TYPES,
@@ -17,6 +18,7 @@ from slime_retool.algo.algorithms import (
     published_values,
     readers_of,
 )
+from slime_retool.sandbox.host.policy import ISOLATION_LEVELS
 
 RL_ROLLOUT = "slime_retool.rollout.rl_rollout.generate_rollout"
 SFT_ROLLOUT = "slime_retool.rollout.sft_rollout.generate_rollout"
@@ -27,6 +29,8 @@ TRANSPORTS = {
     "disk": "slime_retool.trainer.weight_sync.disk.DiskTransport",
 }
 """How weights reach the engines: the path of a `trainer.weight_sync.transport.Transport`, by name."""
+RM_TYPES = ("dapo", "math_verify")
+"""How the built-in rewards compare answers: see `reward.score`."""
 
 
 def folder(help: str) -> Any:
@@ -219,7 +223,7 @@ class RolloutArgs:
     custom_rm_path: str | None = hook("Hook reward_func(args, sample) -> number or dict.")
     rm_type: str = flag(
         "dapo",
-        choices=("dapo", "math_verify"),
+        choices=RM_TYPES,
         help="How answers are compared, by the built-in reward and by ReTool's: the published rule (the box must hold "
         "the very characters of the ground truth), or by meaning.",
     )
@@ -275,7 +279,7 @@ class ToolArgs:
     )
     sandbox_isolation: str = flag(
         "namespaces",
-        choices=("namespaces", "landlock", "none"),
+        choices=ISOLATION_LEVELS,
         help="How model-written code is shut in (docs/sandbox.md): landlock in a stock Docker container; "
         "none is no security boundary.",
     )
@@ -498,11 +502,11 @@ class PerfArgs:
 
     precision: str = flag("auto", choices=("auto", "bf16", "fp32"), help="auto: bf16 on GPUs, fp32 on the CPU.")
     transformer_impl: str = flag(
-        "auto", choices=("auto", "transformer_engine", "local"), help="auto: Transformer Engine when installed."
+        "auto", choices=TRANSFORMER_IMPLS, help="auto: Transformer Engine when installed."
     )
     attention_backend: str = flag(
         "auto",
-        choices=("auto", "flash", "fused"),
+        choices=ATTENTION_BACKENDS,
         help="flash: flash-attn-4 (Hopper and Blackwell GPUs); fused: Transformer Engine's cuDNN kernels, or torch's "
         "varlen_attn in local layers; auto: flash where it runs. Not read on the CPU.",
     )

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime_retool.config.groups import RM_TYPES
 from slime_retool.errors import ConfigError
 from slime_retool.reward.boxed import last_answer, published_box, without_open_thought, without_tool_text
 from slime_retool.reward.equality import same_answer
 from slime_retool.reward.symbolic import shared_verifier
 
-MODES = ("dapo", "math_verify")
 DAPO_WINDOW = 300
 """Characters at the end of a response that the published rule looks at."""
 MAX_COMPARISONS = 32
@@ -35,8 +35,8 @@ def compute_score(response: str, ground_truth: str, mode: str = "dapo") -> dict[
     for some seconds: call it off the event loop, from any thread. Raises ConfigError for an unknown mode, RewardError
     when the math-verify worker cannot be started.
     """
-    if mode not in MODES:
-        raise ConfigError(f"reward mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if mode not in RM_TYPES:
+        raise ConfigError(f"reward mode must be one of {', '.join(RM_TYPES)}, got {mode!r}")
     ground_truth = str(ground_truth)
     spoken = without_tool_text(response)
     if mode == "dapo":

@@ -20,6 +20,7 @@ from slime_retool.errors import ConfigError
 from slime_retool.recipes.retool.tool_sandbox import make_tools, tools
 from slime_retool.reward import check_label as check_label  # what `reward_func` needs of a data row
 from slime_retool.reward import conversation_messages, default_reward, format_score, shape_tool_use
+from slime_retool.reward.shaping import COUNTED
 from slime_retool.rollout.context import current_context
 from slime_retool.sandbox import Sandbox
 from slime_retool.tool_use import LoopBudgets, ToolRegistry, make_format, run_chat_loop, run_tool_loop
@@ -32,7 +33,7 @@ class HookArgs:
 
     shape_tool_use: str = flag(
         "turns",
-        choices=("turns", "calls", "none"),
+        choices=COUNTED,
         help="What earns a wrong answer a smaller penalty: rounds of tool use, or executed calls.",
     )
     format_penalty: float = flag(0.0, help="Taken off the score of a response that is not well-formed.")

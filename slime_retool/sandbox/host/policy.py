@@ -10,6 +10,8 @@ from pathlib import Path
 from slime_retool.errors import ConfigError, ToolUnavailable
 
 ISOLATION_LEVELS = ("namespaces", "landlock", "none")
+MAX_TIMEOUT = 300.0
+"""Seconds that a request to a server may ask for."""
 _BEYOND = 1 << 32
 """Larger than any limit: what is above overflows one kernel interface or another."""
 

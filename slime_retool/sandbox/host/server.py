@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from slime_retool.sandbox.host.policy import Result, SandboxPolicy, Status, check_limit
+from slime_retool.sandbox.host.policy import MAX_TIMEOUT, Result, SandboxPolicy, Status, check_limit
 from slime_retool.sandbox.host.sandbox import Sandbox
 
 T = TypeVar("T")
 
-MAX_TIMEOUT = 300.0
 _SHUTDOWN_SECONDS = 0.1
 """After which requests that still run are cancelled, once the server is to end."""
 _FIELDS = set("code language compile_timeout run_timeout memory_limit_MB stdin files fetch_files".split())
@@ -243,13 +242,7 @@ def make_app(
     return _Server(policy or SandboxPolicy(), max_timeout, access or Access()).application()
 
 
-def serve(
-    host: str = "127.0.0.1",
-    port: int = 8080,
-    policy: SandboxPolicy | None = None,
-    max_timeout: float = MAX_TIMEOUT,
-    token: str | None = None,
-) -> None:
+def serve(host: str, port: int, policy: SandboxPolicy, max_timeout: float, token: str | None) -> None:
     """Serve until interrupted. Raises SandboxUnavailable where the policy's isolation level cannot be had."""
     web.run_app(
         make_app(policy, max_timeout, Access(host, token)),
