@@ -48,7 +48,7 @@ def shown_samples(samples: Sequence[Sample], reward_key: str | None) -> list[Sho
         ShownSample(
             index=sample.index,
             group=sample.group_index,
-            prompt=_bounded(_last_asked(sample)),
+            prompt=_bounded(last_asked(sample)),
             response=_bounded(sample.response),
             reward=None if sample.reward is None else sample.reward_value(reward_key),
             turns=sample.num_turns,
@@ -58,7 +58,7 @@ def shown_samples(samples: Sequence[Sample], reward_key: str | None) -> list[Sho
     ]
 
 
-def _last_asked(sample: Sample) -> str:
+def last_asked(sample: Sample) -> str:
     """A prompt that is text, or what its last message of a user says."""
     if isinstance(sample.prompt, str):
         return sample.prompt

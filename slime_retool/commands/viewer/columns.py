@@ -16,6 +16,7 @@ from typing import Any
 
 from slime_retool.commands.viewer.reading import DumpedSample
 from slime_retool.rollout.sample_metrics import is_right
+from slime_retool.rollout.transcripts import last_asked
 from slime_retool.types import Sample, SampleStatus
 
 NO_CALL, REPEATED, NO_LABEL, LEARNED_OBSERVATION, NO_END = 1, 2, 4, 8, 16
@@ -123,11 +124,7 @@ class Table:
 
 def preview(sample: Sample) -> str:
     """The beginning of the last thing the user says, on one line."""
-    text = sample.prompt if isinstance(sample.prompt, str) else ""
-    for message in sample.prompt if isinstance(sample.prompt, list) else []:
-        if message.get("role") == "user" and isinstance(message.get("content"), str):
-            text = message["content"]
-    return " ".join(text[: 4 * _PREVIEW].split())[:_PREVIEW]
+    return " ".join(last_asked(sample)[: 4 * _PREVIEW].split())[:_PREVIEW]
 
 
 def segments(dumped: DumpedSample) -> list[tuple[str, str]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from slime_retool.commands.viewer.columns import segments, short
 from slime_retool.commands.viewer.reading import DumpedSample
 from slime_retool.commands.viewer.text import prompt_text
+from slime_retool.rollout.open_turns import runs_of
 
 PIECE_SAMPLES = 200
 PIECE_CHARACTERS = 2_000_000
@@ -121,7 +121,7 @@ class PieceWriter:
         record: dict[str, Any] = {
             "prompt": _place(self._prompt_ids, places[: sample.prompt_length]),
             "response": places[sample.prompt_length :],
-            "mask": [[mask, len(list(run))] for mask, run in groupby(sample.loss_mask)],
+            "mask": runs_of(sample.loss_mask),
             "engine": _rounded(sample.rollout_log_probs),
         }
         for name, values in (
