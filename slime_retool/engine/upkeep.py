@@ -22,14 +22,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from http.client import HTTPException
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from slime_retool.background import in_background
 from slime_retool.engine.process import ServerError, answers, direct
 from slime_retool.engine.router import RouterProcess
 from slime_retool.errors import SlimeRetoolError, TrainerDied, WeightUpdateError
 
 logger = logging.getLogger(__name__)
-R = TypeVar("R")
+THREAD = "engine-upkeep"
 
 LOOK_SECONDS = 1.0
 """Between two looks at all processes."""
@@ -167,7 +168,7 @@ class Upkeep:
         self._trainer_died: TrainerDied | None = None
         """Why engines that have started got no weights."""
         self._router, self._router_watch = make_router(list(urls)), _Watch()
-        self._thread = threading.Thread(target=self._watch, name="engine-upkeep", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=THREAD, daemon=True)
         self._thread.start()
 
     # EngineService
@@ -287,7 +288,7 @@ class Upkeep:
 
         for member in self._members:
             if member.state in (State.UP, State.SERVING) and member.host.replaceable:
-                _in_background(partial(end_if_stuck, member))
+                in_background(partial(end_if_stuck, member), THREAD)
         try:
             yield
         finally:
@@ -303,7 +304,7 @@ class Upkeep:
             self._thread.join(LAST_WORDS_SECONDS)
         self._router.stop()
 
-    # Below here the lock is held, but in what `_in_background` runs.
+    # Below here the lock is held, but in what `in_background` runs.
 
     def _watch(self) -> None:
         with self._changed:
@@ -357,7 +358,7 @@ class Upkeep:
     def _drop_stuck(self) -> None:
         """Engines that answer nothing: they may wait for weights that nobody sends."""
         asked = [
-            (member, _in_background(partial(answers, f"{member.url}/server_info", ANSWER_SECONDS)))
+            (member, in_background(partial(answers, f"{member.url}/server_info", ANSWER_SECONDS), THREAD))
             for member in self._members
             if member.state in (State.UP, State.SERVING)
         ]
@@ -393,7 +394,7 @@ class Upkeep:
             if now - probe.begun < PROBE_SECONDS:
                 return False
         patience = self._hang_seconds + PROBE_GRACE
-        watch.probe = _Probe(_in_background(lambda: answers(url, patience)), now, self._holds)
+        watch.probe = _Probe(in_background(lambda: answers(url, patience), THREAD), now, self._holds)
         return False
 
     def _leave(self, member: _Member, how: str) -> None:
@@ -423,7 +424,7 @@ class Upkeep:
     def _start(self, member: _Member) -> None:
         self._restarts += 1
         logger.info("a replacement of %s starts (%d of %d)", member.host.name, self._restarts, self._max_restarts)
-        member.state, member.starting = State.STARTING, _in_background(member.host.start)
+        member.state, member.starting = State.STARTING, in_background(member.host.start, THREAD)
 
     def _start_one(self) -> None:
         for member in self._members:
@@ -523,17 +524,3 @@ def _within(seconds: float, true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + seconds
     while not true() and time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-def _in_background(call: Callable[[], R]) -> Future[R]:
-    """`call` in a thread that nobody waits for at the end of the process."""
-    future: Future[R] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="engine-upkeep", daemon=True).start()
-    return future

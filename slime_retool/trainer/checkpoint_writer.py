@@ -14,9 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -31,6 +29,7 @@ from megatron_bridge.arithmetic import GIB
 from megatron_bridge.checkpoint import OLD, PART, checkpoint_name, model_state_dict, write_digests, write_latest
 from megatron_bridge.lora_spec import LoraSpec, is_adapter
 from megatron_bridge.torch_dist_io import direct_file_writer, no_checksums, write_common
+from slime_retool.background import in_background
 from slime_retool.errors import SaveError
 from slime_retool.run_folder import STATE_FILE, free_bytes
 from slime_retool.trainer.checkpoint import RNG_FILE, TrainerState, take_out
@@ -114,10 +113,8 @@ class CheckpointWriter:
         if not background:
             self._write(saves)
             return
-        running: Future[float] = Future()
-        self._running = running
-        # A daemon: a run that ends at once does not wait for it.
-        threading.Thread(target=_fill, args=(running, lambda: self._write(saves)), daemon=True).start()
+        # A run that ends at once does not wait for it.
+        self._running = in_background(lambda: self._write(saves), "checkpoint-writer")
 
     def finish(self, *, wait: bool) -> float | None:
         """Seconds that the write of the background took; None while it goes on (unless `wait`), or where there is none.
@@ -209,13 +206,6 @@ def retire(root: str, rollout_id: int) -> None:
             final.rename(old)
     except OSError as error:
         raise SaveError(f"{final}, which is to be written again, cannot be renamed ({error}): delete it") from error
-
-
-def _fill(future: Future[float], work: Callable[[], float]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _write_rest(staged: Staged, part: Path) -> None:

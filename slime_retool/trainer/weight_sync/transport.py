@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_retool.background import in_background
 from slime_retool.engine.admin import EngineAdmin, raise_first
 from slime_retool.errors import WeightUpdateError
 from slime_retool.trainer.core import Trainer
@@ -111,18 +111,14 @@ def unless_refused(call: Callable[[], R], futures: Sequence[Future[None]]) -> R:
 
     `call` runs in a daemon thread: once an engine has refused, nothing but its own timeout would end it.
     """
-    result: Future[R] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)  # a new thread starts on device 0
-            result.set_result(call())
-        except Exception as error:
-            result.set_exception(error)
+    def run() -> R:
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread starts on device 0
+        return call()
 
-    threading.Thread(target=run, daemon=True, name="weight-sync").start()
+    result = in_background(run, "weight-sync")
     while not result.done():
         raise_first(futures)
         time.sleep(0.0005)
