@@ -44,7 +44,6 @@ STARTS = ("flags", "data", "ray", "sglang_flags", "engines", "trainers", "router
 BUILT = {
     "aborted_ratio": "{status.value}_ratio",
     **dict.fromkeys(("engine_weights_gib", "engine_kv_cache_gib", "engine_graphs_gib"), "memory/engine_{name}"),
-    "advantage": '_spread_of("advantage"',
     **{f"{name}_seconds": f'laps("{name}")' for name in STARTS},
 }
 """Part of a metric's name that is put together -> the code that does it."""

@@ -119,7 +119,7 @@ CONVERSATIONS: dict[str, tuple[dict | bytes, dict, str]] = {
         {"prompt": [assistant("2"), user("q"), assistant("3")]}, RETOOL, "must be a prompt followed by assistant",
     ),
     "a call without its output": (
-        {"prompt": [user("q"), assistant("", "print(1)"), assistant("1")]}, RETOOL, "no tool message with its output",
+        {"prompt": [user("q"), assistant("", "print(1)"), assistant("1")]}, RETOOL, "message 1 has a call without",
     ),
     "a template that shows no tools": ({"tools": [BROWSER, *TOOLS]}, {}, "does not show the tool 'browser'"),
 }  # fmt: skip

@@ -164,14 +164,12 @@ def check_sample(
     return 0
 
 
-def samples_from_file(
-    path: str | Path, config: Config, *, input_key: str | None = None, label_key: str | None = None
-) -> list[Sample]:
+def samples_from_file(path: str | Path, config: Config) -> list[Sample]:
     """One PENDING sample per row, in file order (see `read_sample`); rows without a label are named in a warning.
 
     Raises ConfigError or DataError, naming file and row.
     """
-    return RowReader(config).read(path, input_key=input_key, label_key=label_key)[0]
+    return RowReader(config).read(path)[0]
 
 
 def _no_prompt(row: Row, config: Config) -> str:

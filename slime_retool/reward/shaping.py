@@ -28,11 +28,11 @@ def conversation_messages(sample: Sample, counted: str = "turns") -> int:
     return 2 + 2 * units[counted]
 
 
-def shape_tool_use(score: float, num_messages: int, *, cap: float = -0.6) -> float:
-    """min(cap, score + (num_messages - 2) / 2 * 0.1) for a wrong answer (score below 0), else the score itself."""
+def shape_tool_use(score: float, num_messages: int) -> float:
+    """min(-0.6, score + (num_messages - 2) / 2 * 0.1) for a wrong answer (score below 0), else the score itself."""
     if score >= 0:
         return score
-    return min(cap, score + (num_messages - 2) / 2 * 0.1)
+    return min(-0.6, score + (num_messages - 2) / 2 * 0.1)
 
 
 def overlong_penalty(length: int, max_length: int, buffer: float) -> float:

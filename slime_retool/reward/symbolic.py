@@ -31,15 +31,8 @@ class MathVerifier:
         for _ in range(workers):
             self._idle.put(None)
 
-    def equal(self, ground_truth: str, answer: str) -> bool:
-        """Whether the two answers (LaTeX, without the box) are equal; not equal when it takes too long to tell.
-
-        Raises as `compare` does.
-        """
-        return self.compare(ground_truth, answer) is True
-
     def compare(self, ground_truth: str, answer: str) -> bool | None:
-        """As `equal`, and None when the comparison took too long or crashed its worker.
+        """Whether the two answers (LaTeX, without the box) are equal; None when that takes too long or ends its worker.
 
         Raises RewardError when a worker cannot be started (math-verify not installed, say).
         """

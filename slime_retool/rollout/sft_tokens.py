@@ -23,6 +23,7 @@ from slime_retool.types import Message, Sample, ToolSchema
 NO_CONVERSATION = (
     "SFT needs conversations, this row's prompt is plain text; point --input-key at the column of messages"
 )
+_OUTPUTS = "give each call a tool message with its output"
 _NO_LIMIT = 1 << 20
 """Tokens of a recorded observation: data is not cut."""
 
@@ -77,7 +78,7 @@ class ConversationTokenizer:
                 "--tool-format retool puts a whole solution into one assistant message: a conversation must be a "
                 "prompt followed by assistant and tool messages only"
             )
-        pieces = _pieces(messages[first:], form)
+        pieces = _pieces(messages, first, form)
         if any(self._template.end_token in text for text, _ in pieces):
             raise DataError(f"an assistant message holds {self._template.end_token!r}, which ends a turn; remove it")
         return messages[:first], pieces
@@ -123,20 +124,20 @@ def _code(form: RetoolFormat, function: dict[str, Any]) -> str:
     return arguments[form.argument]
 
 
-def _pieces(messages: Sequence[Message], form: RetoolFormat) -> list[tuple[str, str | None]]:
-    """(what the model writes, the output behind it), of the last piece without an output.
+def _pieces(messages: Sequence[Message], first: int, form: RetoolFormat) -> list[tuple[str, str | None]]:
+    """(what the model writes, the output behind it) from message `first` on, of the last piece without an output.
 
     Several calls of one message become blocks one after the other, each with its own output.
     """
     pieces: list[tuple[str, str | None]] = []
     outputs = [message["content"] for message in messages if message["role"] == "tool"]
-    for message in messages:
+    for i, message in enumerate(messages[first:], start=first):
         calls = message.get("tool_calls") or []
         for number, call in enumerate(calls):
             code = _code(form, call["function"])
             prose = message["content"].strip() if number == 0 else ""
             if len(pieces) >= len(outputs):
-                raise DataError("a call has no tool message with its output")
+                raise DataError(f"message {i} has a call without an output; {_OUTPUTS}")
             block = f"<code>\n```python\n{code.rstrip()}\n```\n</code>"
             pieces.append((f"{prose}\n{block}" if prose else block, outputs[len(pieces)]))
         if message["role"] == "assistant" and not calls:
@@ -144,5 +145,8 @@ def _pieces(messages: Sequence[Message], form: RetoolFormat) -> list[tuple[str, 
                 raise DataError("an assistant message without a call must be the last one")
             pieces.append((message["content"].strip(), None))
     if len(pieces) != len(outputs) + 1:
-        raise DataError(f"{len(outputs)} outputs need as many calls and a last assistant message")
+        raise DataError(
+            f"message {len(messages) - 1} ends the conversation with {len(outputs)} outputs, which need as many calls "
+            f"and a last assistant message; {_OUTPUTS}"
+        )
     return pieces

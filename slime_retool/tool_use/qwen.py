@@ -77,7 +77,7 @@ def check_template(tokenizer: Any) -> None:
         messages = _dummy([TEXT_MARK + "1", TEXT_MARK + "2"])
         asked, conversation = template.render(messages[:1], generation=False), template.render(messages)
     except Exception as error:  # templates raise errors of their own
-        raise ConfigError(f"the chat template cannot render a tool conversation: {error}") from error
+        raise ConfigError(f"the chat template cannot render a tool conversation: {error}; {_ADVICE}") from error
     rules = {
         "does not show the model the schema of its tools": TEXT_MARK in shown,
         "drops the tool calls of an assistant turn": TURN_MARK in conversation,

@@ -112,7 +112,7 @@ class ToolRegistry:
         delay, begin = self._retry_delay, time.monotonic()
         for attempt in range(self._retries + 1):
             try:
-                result = _to_result(await tool.function(call.arguments), call.name)
+                result = _to_result(await tool.function(call.arguments))
                 return replace(result, seconds=time.monotonic() - begin)
             except ToolUnavailable:
                 if attempt == self._retries:
@@ -140,7 +140,7 @@ class ToolRegistry:
             raise
 
 
-def _to_result(value: ToolResult | str | None, name: str) -> ToolResult:
+def _to_result(value: ToolResult | str | None) -> ToolResult:
     if value is None:
         value = ""
     if isinstance(value, str):

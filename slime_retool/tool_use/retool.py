@@ -20,6 +20,7 @@ from slime_retool.tool_use.observation import ObservationFilter
 from slime_retool.tool_use.suffix import TEXT_MARK, SuffixFrame
 from slime_retool.types import Message, ToolSchema
 
+_ADVICE = "use --tool-format qwen, or a tokenizer whose template shows a system message"
 _INSTRUCTION = r"""You can run Python code while you work on a problem. Write it as a fenced block between code tags:
 
 <code>
@@ -132,9 +133,11 @@ def _check_system_message(template: ChatTemplate) -> None:
     try:
         shown = template.render(messages)
     except Exception as error:  # templates raise errors of their own
-        raise ConfigError(f"the chat template cannot render a system message: {error}") from error
+        raise ConfigError(f"the chat template cannot render a system message: {error}; {_ADVICE}") from error
     if TEXT_MARK not in shown:
-        raise ConfigError("the chat template drops the system message, where --tool-format retool is explained")
+        raise ConfigError(
+            f"the chat template drops the system message, where --tool-format retool is explained; {_ADVICE}"
+        )
 
 
 def _is_open(text: str) -> bool:

@@ -77,7 +77,7 @@ def prepare(actor: Actor, batch: TrainBatch, values: Tensor | None) -> Prepared:
     if config.needs_reference:
         columns["ref_log_probs"] = actor.reference_log_probs(batch)
     advantages = _advantages(config, prepared, values)
-    metrics |= _spread_of("advantage", batch.segments, advantages.advantages)
+    metrics |= _spread_of_advantages(batch.segments, advantages.advantages)
     columns["advantages"], prepared.returns = advantages.advantages, advantages.returns
     if config.use_tis:
         importance, tis_metrics = importance_weights(
@@ -169,14 +169,14 @@ def mismatch_of_first_step(prepared: Prepared, log_probs: Tensor) -> dict[str, f
     )
 
 
-def _spread_of(name: str, segments: Segments, values: Tensor) -> dict[str, float]:
+def _spread_of_advantages(segments: Segments, advantages: Tensor) -> dict[str, float]:
     """Mean, deviation and extremes over learned tokens."""
-    chosen = segments.select(values)
+    chosen = segments.select(advantages)
     if not len(chosen):
         return {}
     return {
-        f"train/{name}_mean": float(chosen.mean()),
-        f"train/{name}_std": float(chosen.std(correction=0)),
-        f"train/{name}_min": float(chosen.min()),
-        f"train/{name}_max": float(chosen.max()),
+        "train/advantage_mean": float(chosen.mean()),
+        "train/advantage_std": float(chosen.std(correction=0)),
+        "train/advantage_min": float(chosen.min()),
+        "train/advantage_max": float(chosen.max()),
     }

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page.add_argument(
         "--hf-checkpoint",
         metavar="DIR",
-        help="tokenizer that reads the tokens of a dump without their texts; dumps of this version have them",
+        help="tokenizer that reads the tokens of a dump without their texts; training dumps have them",
     )
     args = parser.parse_args(argv)
     return run_command(PROG, lambda: _view(args))

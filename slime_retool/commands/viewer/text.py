@@ -21,7 +21,7 @@ class Choice:
     wrong: bool
     """Only those that an evaluation counts as wrong, and those without a reward."""
     reward_key: str | None
-    accuracy_threshold: float | None = None
+    accuracy_threshold: float | None
 
     def is_wrong(self, sample: Sample) -> bool:
         """Raises ConfigError where the reward does not say which answers are right, and no threshold does."""
