@@ -205,8 +205,6 @@ def test_evaluation_sets_use_their_own_columns(tmp_path):
         ("q1", "1", 0),
         ("q2", "2", 1),
     ]
-    with pytest.raises(ConfigError, match="names must differ"):
-        load_eval_samples(parse_config(["--eval-prompt-data", "x", one, "x", one, *flags]))
 
 
 def test_a_copied_sample_shares_nothing_that_a_hook_could_change(tmp_path):
@@ -333,11 +331,6 @@ def test_the_length_filter_counts_tokens_and_without_a_limit_drops_nothing(tmp_p
     assert (unlimited.num_rows, unlimited.num_dropped) == (3, 0)
     with pytest.raises(DataError, match="all 3 prompts have more than --rollout-max-prompt-len 1 tokens"):
         PromptDataSource(parse_config(["--prompt-data", file, "--rollout-max-prompt-len", "1"]), byte_tokenizer())
-
-
-def test_without_prompt_data_there_is_one_clear_error():
-    with pytest.raises(ConfigError, match="--prompt-data is required"):
-        PromptDataSource(parse_config([]), byte_tokenizer())
 
 
 LABELS = [

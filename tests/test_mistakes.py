@@ -118,6 +118,9 @@ FILES = {
     "missing data file": Case(flags_of(prompt_data="{}/nowhere.jsonl"), "--prompt-data: no such file: {}/nowhere"),
     "missing evaluation file": Case(flags_of(eval_prompt_data="a {}/nowhere.jsonl"), "no such file: {}/nowhere.jsonl"),
     "evaluation set without a name": Case(flags_of(eval_prompt_data="{}/rows.jsonl"), "takes pairs NAME FILE, got 1"),
+    "two evaluation sets of a name": Case(
+        flags_of(eval_prompt_data="a {}/rows.jsonl a {}/rows.jsonl"), "set names must differ, got a a"
+    ),
     "folder as data": Case(flags_of(prompt_data="{}/hf"), "--prompt-data: no such file: {}/hf"),
     "data of another kind": Case(flags_of(prompt_data="{}/rows.json"), "must end in .jsonl or .parquet"),
     "gzip named jsonl": Case(flags_of(prompt_data="{}/gzip.jsonl"), "is compressed by gzip, not lines of JSON"),

@@ -29,8 +29,7 @@ class PromptDataSource:
     def __init__(self, config: Config, tokenizer: Any, reader: RowReader | None = None) -> None:
         reader = reader or RowReader(config, tokenizer)
         sets = config.prompt_sets
-        if not sets:
-            raise ConfigError("--prompt-data is required: give a .jsonl or .parquet file")
+        assert sets, "`validate` refuses a run without --prompt-data"
         self._copies = config.n_samples_per_prompt
         self._streams = [_Stream(each, config, reader, with_source=len(sets) > 1) for each in sets]
         self._weights = [
@@ -157,13 +156,8 @@ def digest(contents: Iterable[list[Any]]) -> str:
 
 
 def load_eval_samples(config: Config, reader: RowReader | None = None) -> dict[str, list[Sample]]:
-    """The evaluation sets of `--eval-prompt-data` by name, one sample per row (see `RowReader.read`).
-
-    Raises ConfigError for two sets of one name.
-    """
-    names, reader = [name for name, _ in config.eval_sets], reader or RowReader(config)
-    if len(set(names)) != len(names):
-        raise ConfigError(f"--eval-prompt-data names must differ, got {', '.join(names)}")
+    """The evaluation sets of `--eval-prompt-data` by name, one sample per row (see `RowReader.read`)."""
+    reader = reader or RowReader(config)
     return {
         name: reader.read(path, input_key=config.eval_input_key, label_key=config.eval_label_key)[0]
         for name, path in config.eval_sets

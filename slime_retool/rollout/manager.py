@@ -61,8 +61,7 @@ class RolloutManager:
         ConfigError or DataError.
         """
         if tokenizer is None and config.eval_endpoint_url is None:
-            if config.hf_checkpoint is None:
-                raise ConfigError("--hf-checkpoint is required: its tokenizer renders the prompts")
+            assert config.hf_checkpoint is not None, "`validate` refuses a run without it"
             tokenizer = load_tokenizer(config.hf_checkpoint)
             _warn_of_untrained_tokens(config.hf_checkpoint, tokenizer, config.tool_format)
         reader = RowReader(config, tokenizer, _row_checks(config, tokenizer))

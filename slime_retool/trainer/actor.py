@@ -113,8 +113,8 @@ class Actor(ModelRole):
 
         With LoRA the frozen weights are always --ref-load's, and --load holds the adapters, which name the one of its
         checkpoints that they were trained on.
-        CheckpointError for a missing, incomplete or other model's checkpoint; ConfigError when neither folder was
-        given.
+        CheckpointError for a missing, incomplete or other model's checkpoint; ConfigError where there is no
+        checkpoint to begin with.
         """
         config = self.config
         resume = config.load is not None and exists(config.load)
@@ -123,12 +123,8 @@ class Actor(ModelRole):
                 f"no weights to start from: --load {config.load} holds no checkpoint and --ref-load is not given; "
                 "convert one with `slime-retool convert to-megatron` and pass it as --ref-load"
             )
-        if config.needs_reference and config.ref_load is None:
-            raise ConfigError("--use-kl-loss and --kl-coef need the reference model: give --ref-load")
-        if config.lora is not None and config.ref_load is None:
-            raise ConfigError("--lora-rank needs the frozen weights: give --ref-load")
         if config.needs_reference or not resume or config.lora is not None:
-            assert config.ref_load is not None
+            assert config.ref_load is not None, "`validate` refuses a run that needs it and has none"
             source = config.ref_load
             if config.lora is not None:
                 source = checkpoint.base_of(config.lora, source, config.load if resume else None, iteration)

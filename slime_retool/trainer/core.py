@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge.checkpoint import checkpoint_name
-from megatron_bridge.cpu_compat import install_cpu_compat
 from slime_retool.algo.advantages import explained_variance
 from slime_retool.config import Config
 from slime_retool.errors import ConfigError
@@ -72,7 +71,6 @@ class Trainer:
         cannot be built.
         """
         assert roles in ROLES, roles
-        install_cpu_compat()
         if config.on_cuda and not config.optimizer_cpu_offload:
             # A batch's CPU tensors are small: waking other threads costs more than their help (70 ms instead of 5 for
             # the advantages of 60,000 tokens on a host of 16 cores), and the GPU waits meanwhile.

@@ -159,8 +159,7 @@ class ModelRole(ABC):
 
     def stage(self, rollout_id: int, extra: dict[str, Any], copies: HostCopies, after: Path | None = None) -> Staged:
         """Copy what `--save`/iter_{rollout_id} is to hold to the host; see `checkpoint_writer`."""
-        if self.config.save is None:
-            raise ConfigError("saving needs a folder: give --save")
+        assert self.config.save is not None, "a run without --save has no checkpoint due"
         with_optimizer = self._has_stepped and not self.config.no_save_optim
         kind = optimizer_kind(self.optimizer) if with_optimizer else None
         return stage(
@@ -288,8 +287,7 @@ class ModelRole(ABC):
         """
         lengths = [padded_length(n, self.cp_size) for n in batch.lengths[samples.start : samples.stop].tolist()]
         if self.config.use_dynamic_batch_size:
-            if self.config.max_tokens_per_gpu is None:
-                raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu")
+            assert self.config.max_tokens_per_gpu is not None, "`validate` refuses --use-dynamic-batch-size without it"
             bins = schedule(lengths, self.dp_size, max_tokens=self.config.max_tokens_per_gpu * self.cp_size)
         else:
             bins = schedule(lengths, self.dp_size, samples_per_micro_batch=self.config.micro_batch_size)
