@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 """Of a trainer's checkpoint: rollout id, scheduler step, and the run's own state (`extra`)."""
 RESULTS = ("metrics.jsonl", "rollouts", "eval", "traces")
+SKIPPED_ROWS = "skipped_rows.jsonl"
+"""Written as soon as the data are read, before an earlier run's results are moved."""
 FOLLOW = ("tensorboard", "wandb_id.txt")
 """Written at every start; worth nothing without results."""
 
@@ -39,6 +41,11 @@ def set_aside(output_dir: str) -> Path | None:
             os.rename(folder / name, aside / name)
     logger.warning("%s holds the files of an earlier run, which this one does not resume: moved to %s", folder, aside)
     return aside
+
+
+def forget_skipped_rows(output_dir: str) -> None:
+    """Delete an earlier run's list of them, which would pass for this one's."""
+    (Path(output_dir) / SKIPPED_ROWS).unlink(missing_ok=True)
 
 
 def critic_folder(places: Sequence[str]) -> str | None:

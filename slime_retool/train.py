@@ -54,7 +54,7 @@ from slime_retool.metrics import (
     is_evaluated,
 )
 from slime_retool.protocols import load_function
-from slime_retool.run_folder import resume_point, saved_extra, set_aside
+from slime_retool.run_folder import forget_skipped_rows, resume_point, saved_extra, set_aside
 
 if TYPE_CHECKING:
     from slime_retool.cluster.cluster import Cluster
@@ -141,6 +141,8 @@ def run(config: Config, check: ServerFlagCheck, laps: Laps) -> None:
         laps("sglang_flags")
         if first == 0:
             set_aside(config.output_dir)
+        if not rollout.rows_skipped:
+            forget_skipped_rows(config.output_dir)
         with closing(trackers_of(config, first)) as metrics:
             try:
                 Loop(config, cluster, rollout, metrics, first, laps).run()

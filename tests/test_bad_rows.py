@@ -19,6 +19,7 @@ from slime_retool.data.readers import read_rows, write_rows
 from slime_retool.errors import ConfigError, DataError
 from slime_retool.recipes.retool.tool_sandbox import SCHEMA
 from slime_retool.rollout.manager import RolloutManager
+from slime_retool.run_folder import forget_skipped_rows
 
 RECIPE = Path(__file__).parents[1] / "examples" / "retool"
 RECIPE_HOOKS = {
@@ -144,11 +145,13 @@ def test_rows_without_a_label_are_left_to_a_reward_hook_of_ones_own(tmp_path):
     assert start(config).data.num_rows == 1 and not os.path.exists(tmp_path / "out" / "skipped_rows.jsonl")
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_a_run_that_skips_nothing_leaves_no_list_of_an_earlier_one(tmp_path, dry_run):
-    start(config_of(tmp_path, [GOOD, GOOD | {"label": None}], skip_bad_rows=True))
-    start(config_of(tmp_path, [GOOD], dry_run=dry_run))
-    assert os.path.exists(tmp_path / "out" / "skipped_rows.jsonl") == dry_run  # which writes nothing
+def test_only_a_run_that_skips_nothing_forgets_the_list_of_an_earlier_one(tmp_path):
+    listed = tmp_path / "out" / "skipped_rows.jsonl"
+    assert start(config_of(tmp_path, [GOOD, GOOD | {"label": None}], skip_bad_rows=True)).rows_skipped == 1
+    assert start(config_of(tmp_path, [GOOD])).rows_skipped == 0 and listed.exists()  # an evaluation, say
+    forget_skipped_rows(str(tmp_path / "out"))
+    assert not listed.exists()
+    forget_skipped_rows(str(tmp_path / "out"))
 
 
 def test_prompts_that_leave_no_room_in_the_context_are_left_out_and_all_of_them_refused(tmp_path):

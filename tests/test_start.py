@@ -58,6 +58,8 @@ class Start:
 class Part:
     """Stands for `Cluster` and `RolloutManager`."""
 
+    rows_skipped = 0
+
     def __init__(self, name: str, start: Start, config: Config | None = None) -> None:
         self.name, self.start, self.config = name, start, config
 
@@ -224,15 +226,19 @@ def test_a_dry_run_reads_the_data_waits_for_the_answer_and_starts_no_ray(main, s
 def test_figures_of_another_run_are_kept_apart_and_those_of_a_resumed_one_are_not(resumes, start: Start, monkeypatch):
     folder, start.ray_starts = start.go.parent, start.go.touch
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    (folder / "skipped_rows.jsonl").write_text("{}\n")
     (folder / "load").mkdir()
     if resumes:
         make_checkpoint(folder / "load", 7)
     assert run(train.main, start, 0, monkeypatch, load=str(folder / "load"), debug_rollout_only=False) == 0
     assert (folder / "earlier_1" / "metrics.jsonl").exists() != resumes
     assert (folder / "metrics.jsonl").read_text() == ('{"step": 0}\n' if resumes else "")
+    assert not (folder / "skipped_rows.jsonl").exists()  # which this run has not written
 
 
 def test_a_start_that_fails_leaves_the_files_of_an_earlier_run_where_they_are(start: Start, monkeypatch):
-    (start.go.parent / "metrics.jsonl").write_text('{"step": 0}\n')
+    left = [start.go.parent / name for name in ("metrics.jsonl", "skipped_rows.jsonl")]
+    for path in left:
+        path.write_text('{"step": 0}\n')
     assert run(train.main, start, 2, monkeypatch) == 2
-    assert (start.go.parent / "metrics.jsonl").exists()
+    assert all(path.exists() for path in left)

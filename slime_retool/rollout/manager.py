@@ -37,6 +37,7 @@ from slime_retool.rollout.sft_tokens import conversation_check
 from slime_retool.rollout.stop_tokens import StopTokens
 from slime_retool.rollout.stream import Stream, rows_of
 from slime_retool.rollout.transcripts import prune_dumps
+from slime_retool.run_folder import SKIPPED_ROWS
 from slime_retool.tool_use.control_tokens import untrained_control_tokens
 from slime_retool.types import RolloutBatch, Sample, Span, TrainSample
 
@@ -68,7 +69,9 @@ class RolloutManager:
         self.data = PromptDataSource(config, tokenizer, reader)
         self.config = config = with_num_rollout(config, self.data.num_rows)
         self.eval_sets = load_eval_samples(config, reader)
-        _tell_of_skipped(config, reader.skipped)
+        self.rows_skipped = len(reader.skipped)
+        if reader.skipped:
+            _tell_of_skipped(config, reader.skipped)
         self._rollout: RolloutFn = load_function(config.rollout_function_path, "--rollout-function-path")
         if not config.debug_train_only:
             Hooks.load(config)
@@ -384,15 +387,11 @@ def _row_checks(config: Config, tokenizer: Any) -> Sequence[RowCheck]:
 
 
 def _tell_of_skipped(config: Config, rows: list[Row]) -> None:
-    path = Path(config.output_dir) / "skipped_rows.jsonl"
-    if not rows:
-        if not config.dry_run:
-            path.unlink(missing_ok=True)  # an earlier run's, which would pass for this one's
-        return
     if config.dry_run:  # which writes nothing
         first = f"{rows[0]['file']}, row {rows[0]['row']}: {rows[0]['reason']}"
         logger.warning("%d rows cannot be used and would be left out, the first: %s", len(rows), first)
         return
+    path = Path(config.output_dir) / SKIPPED_ROWS
     logger.warning("%d rows cannot be used and are left out, see %s", write_rows(path, rows), path)
 
 

@@ -11,12 +11,13 @@ from typing import Any
 from slime_retool.dumps import DAMAGED, FOLDER, dumps_in, find_dump, open_dump
 from slime_retool.errors import DataError
 from slime_retool.rollout.transcripts import sample_of
+from slime_retool.run_folder import SKIPPED_ROWS
 from slime_retool.types import Sample
 
 FOLDERS = (FOLDER, "eval")
 TRAINED = "trained_"
 """Files of this name hold what the trainer computed for the samples of the rollout with the same number."""
-_NOT_SAMPLES = ("metrics.jsonl", "skipped_rows.jsonl")
+_NOT_SAMPLES = ("metrics.jsonl", SKIPPED_ROWS)
 """What else a run writes to its folder in lines."""
 _REQUIRED = ("index", "prompt", "response", "label", "reward", "status")
 
