@@ -115,6 +115,14 @@ def test_a_file_counts_by_the_space_that_it_takes(tmp_path: Path) -> None:
     os.close(parent)
 
 
+def test_an_empty_folder_beside_too_many_deleted_bytes_holds_too_much(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    parent = open_folder(tmp_path)
+    assert trees.exceeds(parent, "empty", -1, 9)
+    assert not trees.exceeds(parent, "empty", 0, 9)
+    os.close(parent)
+
+
 def test_deleted_files_that_are_open_count_once_and_nothing_else(tmp_path: Path) -> None:
     device = os.stat(tmp_path).st_dev
     memory = os.memfd_create("elsewhere")
