@@ -135,6 +135,34 @@ def test_what_a_child_forges_hurts_only_its_own_call(level: str) -> None:
     assert after.result == "42"
 
 
+LEAVES = {
+    "by its exit": ("forge(result=TEXT); os._exit(0)", "the process ended with exit code 0"),
+    "by a code": ("forge(result=TEXT); os._exit(7)", "the program ended with exit code 7"),
+    "by a crash": ("import ctypes\nforge(result=TEXT); ctypes.string_at(0)", "the process was ended by SIGSEGV"),
+    "by more than an answer": ("forge(result=TEXT); os.write(3, b'x'); os._exit(0)", ""),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_code_cannot_make_its_later_cells_an_outage(level: str) -> None:
+    """An outage drops the sample. The long text keeps the broker busy before it stops the process."""
+
+    async def use(box: Sandbox) -> dict[str, list[Result]]:
+        found = {}
+        for name, (end, _) in LEAVES.items():
+            session = box.session(name)
+            cells = ["x = 1", FORGE + end.replace("TEXT", r"'\U0001f600' * 60_000")]
+            found[name] = [await session.run(cell) for cell in (*cells, "x", "x = 2", "x")]
+        return found
+
+    for name, results in in_box(level, use, without=("freeze",)).items():
+        _, _, next_one, *later = results
+        assert Status.UNAVAILABLE not in [result.status for result in results], (name, results)
+        assert "The session was restarted" in results[1].error if results[1].error else next_one.error
+        assert LEAVES[name][1] in (results[1].error or next_one.error)
+        assert [result.result for result in later][-1] == "2"
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_files_that_cannot_be_fetched_or_put_are_an_answer(level: str) -> None:
     async def use(box: Sandbox) -> list[Result]:

@@ -190,7 +190,9 @@ class Broker:
         """Its wait status, CPU seconds and largest resident memory in bytes. It is released afterwards."""
         if child.job is not None and child.killed is None:
             self._read_last_words(child)
-        if child.job is not None and child.killed is None and not self.guarded and status == signal.SIGKILL:
+        session = child.session
+        by_kill = status == signal.SIGKILL and child.killed is None and not self.guarded
+        if by_kill and (child.job is not None or session is not None):
             child.killed = "oom" if self.oom_kills.take() else "outside"
         child.gone = True
         kind = child.kind
@@ -200,9 +202,11 @@ class Broker:
         if child.job is not None:
             result = child.result or verdict.ended(child, child.job, status, cpu, rss, self.limits)
             self._finish(child, child.job, result)
-        session = child.session
         if session is not None and session.open and session.child is child:
-            self._lose(session, _LOST.get(child.killed or "", "its process ended between two cells"))
+            if child.killed in _LOST:
+                self._lose(session, _LOST[child.killed])
+            else:
+                self._restart(session, verdict.between_cells(child, status, self.limits))
         if kind.ready:
             self._pump()
 
@@ -236,7 +240,20 @@ class Broker:
 
     def _next_cell(self, session: Session, job: Job) -> None:
         session.current = job
+        if session.ended is not None:
+            result, session.ended = session.ended, None
+            self._answer(job, result | {"queue_s": now() - job.arrived})
+            return self._advance(session)
         (self.richest.queue if session.child is None else self.session_queue).append(job)
+
+    def _restart(self, session: Session, result: dict[str, Any]) -> None:
+        """Its code ended its process after a cell's answer, on purpose or not. Code can do so at will, so it is no
+        outage, by which a bad sample could be dropped: the next cell has `result` and the one after it starts afresh.
+        """
+        session.child, session.ended = None, result
+        if session.current is not None:
+            self._unqueue(session.current)
+            self._next_cell(session, session.current)
 
     def _lose(self, session: Session, why: str) -> None:
         self.lost[session.id] = why
@@ -346,9 +363,7 @@ class Broker:
             elif child.killed not in _LOST:
                 session.child = None
                 self._advance(session)
-                note = "The session was restarted: variables of earlier cells are gone."
-                result["error"] = f"{result['error'] or 'the process ended with exit code 0'}\n{note}"
-                result["status"] = "error" if result["status"] == "ok" else result["status"]
+                result |= verdict.restarted(result["status"], result["error"])
             else:
                 session.current = None  # `on_child_end` gives the session up
         self._answer(job, result)

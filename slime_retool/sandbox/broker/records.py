@@ -39,6 +39,8 @@ class Session:
     current: Job | None = None
     waiting: collections.deque[Job] = field(default_factory=collections.deque)
     last_used: float = 0.0
+    ended: dict[str, Any] | None = None
+    """The answer to the next cell, where its process ended after the last one."""
 
 
 @dataclass(eq=False, slots=True)

@@ -34,10 +34,24 @@ def ended(child: Child, job: Job, status: int, cpu: float, rss: int, limits: Lim
     `child.killed` says "oom".
     """
     result = _collect(child, job, [None, None], cpu, limits)
-    verdict, error, limit = _reason(child.killed, job, status, limits)
+    verdict, error, limit = _reason(child.killed, job.request, status, limits)
     if child.killed is None:
         result["exit_code"] = os.waitstatus_to_exitcode(status)
     return result | {"status": verdict, "error": error, "max_rss": rss, "limit": limit or result["limit"]}
+
+
+def restarted(status: str, error: str | None) -> dict[str, Any]:
+    """Status and error of a cell whose session goes on without its process."""
+    note = "The session was restarted: variables of earlier cells are gone."
+    error = f"{error or 'the process ended with exit code 0'}\n{note}"
+    return {"status": "error" if status == "ok" else status, "error": error}
+
+
+def between_cells(child: Child, status: int, limits: Limits) -> dict[str, Any]:
+    """For the cell that was to run next in the process of a session, which ended with this wait status."""
+    verdict, error, limit = _reason(child.killed, {}, status, limits)
+    error = f"{error or 'the process ended with exit code 0'}, after an earlier cell: this one was not run"
+    return restarted(verdict, error) | {"limit": limit}
 
 
 def _collect(child: Child, job: Job, written: list[int | None], cpu: float, limits: Limits) -> dict[str, Any]:
@@ -56,9 +70,11 @@ def _collect(child: Child, job: Job, written: list[int | None], cpu: float, limi
     }
 
 
-def _reason(killed: str | None, job: Job, status: int, limits: Limits) -> tuple[str, str | None, str | None]:
-    """(status, error, limit)"""
-    wall, cpu = job.request["timeout"], job.request["cpu"]
+def _reason(
+    killed: str | None, request: dict[str, Any], status: int, limits: Limits
+) -> tuple[str, str | None, str | None]:
+    """(status, error, limit). `request`: of the call that ran; empty between two, when no time limit is passed."""
+    wall, cpu = request.get("timeout", 0.0), request.get("cpu", 0.0)
     disk = f"{limits['max_disk_mb']} MB or {limits['max_inodes']} files"
     outage = "sandbox unavailable: "
     reasons = {
