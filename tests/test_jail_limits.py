@@ -277,6 +277,64 @@ def test_what_a_call_wrote_before_it_rests_is_seen(tmp_path: Path, monkeypatch: 
     assert seen == [0.5, 0.501, 0.502, 0.505]
 
 
+def test_a_call_that_has_ended_is_looked_at_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: collections.Counter[str] = collections.Counter()
+    monkeypatch.setattr(keeper, "exceeds", lambda parent, name, *_: looks.update([name]) or name == "full")
+    with keeper_in(tmp_path) as (made, ours):
+        for name in ("full", "small"):
+            made._on_message({"watch": name, "pid": os.getpid(), "clock": ~os.getpid() << 3 | 2})
+            made._on_message({"forget": name})
+        for _ in range(3):
+            made._look()
+        frames = Frames()
+        frames.feed(ours.recv(1 << 16))
+    assert looks == {"full": 1, "small": 1} and not made._watched
+    assert (frames.take(), frames.take()) == ({"exceeded": "full"}, None)
+
+
+def test_short_cells_add_up_until_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at each would cost a twentieth of a cell."""
+    looks: list[float] = []
+    monkeypatch.setattr(Deadlines, "_look", lambda self, child, job: looks.append(child.cpu_seconds()))
+    child = SimpleNamespace(cpu_looked_at=0.01)
+    for cpu in (0.0105, 0.0115, 0.0125):
+        child.cpu_seconds = lambda cpu=cpu: cpu
+        Deadlines({}, None).look_last(child, None)
+    assert looks == [0.0125]
+
+
+@pytest.mark.parametrize("level", ONLY_LANDLOCK)
+def test_files_of_cells_that_end_before_the_first_look_count(level: str) -> None:
+    async def use(box: Sandbox) -> list[Result]:
+        session = box.session("s")
+        return [await session.run(f"open('f{n}', 'wb').write(bytes(4 << 20))") for n in range(40)]
+
+    results = in_box(level, use)
+    assert "disk" in [result.limit for result in results]
+    assert {result.status for result in results} == {Status.OK, Status.KILLED}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_page_tables_of_cells_that_end_before_the_first_look_count(level: str) -> None:
+    define = """
+import ctypes
+libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+def spread(first):
+    for n in range(first, first + 400):
+        ctypes.memset(libc.mmap((1 << 36) + (n << 30), 4096, 3, 0x100022, -1, 0), 1, 1)
+"""
+
+    async def use(box: Sandbox) -> list[Result]:
+        session = box.session("s")
+        await session.run(define)
+        return [await session.run(f"spread({n * 400})") for n in range(36)]
+
+    results = in_box(level, use, memory_mb=64)
+    stopped = next(number for number, result in enumerate(results) if result.status is Status.MEMORY)
+    assert stopped < 20 and "page tables" in results[stopped].error  # at 8 kB a mapping within 64 MB and a little
+
+
 def test_a_call_that_has_not_run_since_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a look costs is paid by calls that compute, and not by those that wait."""
     looks: collections.Counter[str] = collections.Counter()

@@ -167,6 +167,10 @@ class Broker:
             return
         if child.session is not None and self.freeze:
             child.signal(signal.SIGSTOP)
+        if child.session is not None:
+            self.deadlines.look_last(child, job)
+            if child.killed is not None:
+                return
         result = verdict.completed(child, job, answer, self.limits)
         if child.session is None:
             child.kill("done")

@@ -14,6 +14,10 @@ from .records import Child, Job
 
 _CPUS = os.cpu_count() or 1
 _LOOK_EVERY = 0.05
+_FIRST_LOOK = 0.01
+"""Seconds after a call's start: most have ended."""
+_CPU_UNSEEN = 0.002
+"""Seconds of CPU time of a session that nobody looks at, its cells together: little can be taken in them."""
 _MIN_CPU_CHECK = 0.01
 _MANY = 1024
 _PER_PAGE_OF_TABLES, _SLACK = 64, 4 << 20
@@ -38,7 +42,7 @@ class Deadlines:
         due = min(
             job.started + job.request["timeout"],
             at + max(_MIN_CPU_CHECK, (job.request["cpu"] - cpu) / _CPUS),
-            at + _LOOK_EVERY,
+            at + (_LOOK_EVERY if job.cpu_seen >= 0.0 else _FIRST_LOOK),
         )
         heapq.heappush(self._heap, (due, next(self._order), job))
 
@@ -69,9 +73,16 @@ class Deadlines:
             self._heap = [timer for timer in self._heap if timer[2].child is not None]
             heapq.heapify(self._heap)
 
+    def look_last(self, child: Child, job: Job) -> None:
+        """At a cell that has answered, before the answer counts, unless it and those before it hardly ran: cells that
+        end before the first look add up."""
+        if child.cpu_seconds() - child.cpu_looked_at >= _CPU_UNSEEN:
+            self._look(child, job)
+
     def _look(self, child: Child, job: Job) -> None:
         """Page tables, which RLIMIT_AS leaves out: with what it counts they are bounded by the memory limit and a bit.
         Threads, where the kernel asks nobody about them. From here on, the files of the call."""
+        child.cpu_looked_at = child.cpu_seconds()
         self._folders.watch(child)
         try:
             with open(f"/proc/{child.pid}/status", "rb", buffering=0) as file:

@@ -37,6 +37,8 @@ class Folders:
         self._loop, self._folder, self._limits = loop, folder, limits
         self._on_exceeded, self._on_restart = on_exceeded, on_restart
         self._watched: dict[str, Child] = {}
+        self._seen: dict[str, Child] = {}
+        """Those that were watched and are not removed: a last look may find too much."""
         self._removing: set[str] = set()
         """Asked for and not yet begun."""
         self._link: Link | None = None
@@ -70,11 +72,11 @@ class Folders:
     def watch(self, child: Child) -> None:
         """Its call has run for a while."""
         if self._folder is not None and child.folder not in self._watched:
-            self._watched[child.folder] = child
+            self._watched[child.folder] = self._seen[child.folder] = child
             self._ask_to_watch(child)
 
     def forget(self, child: Child) -> None:
-        """Its call has ended."""
+        """Its call has ended: one more look."""
         if self._watched.pop(child.folder, None) is not None:
             self._send({"forget": child.folder})
 
@@ -82,7 +84,8 @@ class Folders:
         """The child has ended."""
         if self._folder is None:
             return
-        self._watched.pop(child.folder, None)
+        for known in (self._watched, self._seen):
+            known.pop(child.folder, None)
         # An empty folder is gone by one system call; what there is to do in another is not ours to do.
         try:
             os.rmdir(os.path.join(self._folder, WORK, child.folder))
@@ -121,8 +124,9 @@ class Folders:
         try:
             for message in self._link.receive():
                 if "exceeded" in message:
-                    child = self._watched.pop(message["exceeded"], None)
+                    child = self._seen.get(message["exceeded"])
                     if child is not None:
+                        self._watched.pop(child.folder, None)
                         self._on_exceeded(child)
                 else:
                     self._removing.discard(message["removed"])

@@ -36,6 +36,8 @@ class _Watched:
     """Of the process when it was looked at last."""
     seen: float = -1.0
     """Of the process a moment ago."""
+    last: bool = False
+    """Its call has ended: to be looked at once more, since a short one was never seen."""
 
 
 class Keeper:
@@ -95,9 +97,10 @@ class Keeper:
 
     def _on_message(self, message: dict[str, Any]) -> None:
         if "watch" in message:
-            self._watched[message["watch"]] = _Watched(message["pid"], message["clock"])
+            self._watched.setdefault(message["watch"], _Watched(message["pid"], message["clock"])).last = False
         elif "forget" in message:
-            self._watched.pop(message["forget"], None)
+            if message["forget"] in self._watched:
+                self._watched[message["forget"]].last = True
         else:
             name = message["remove"]
             self._watched.pop(name, None)
@@ -110,14 +113,18 @@ class Keeper:
             try:
                 cpu = time.clock_gettime(watched.clock)
             except OSError:
+                if watched.last:
+                    del self._watched[name]
                 continue  # it has ended
-            works = cpu != watched.seen
+            works = cpu != watched.seen and not watched.last
             watched.seen = cpu
+            if watched.last:
+                del self._watched[name]
             if cpu == watched.cpu or (works and cpu - watched.cpu < _CPU_STEP):
                 continue
             watched.cpu = cpu
             if exceeds(self._work, name, self._room - deleted_bytes(watched.pid, self._device), self._inodes):
-                del self._watched[name]
+                self._watched.pop(name, None)
                 self._say({"exceeded": name})
 
     def _say(self, message: dict[str, Any]) -> None:

@@ -55,6 +55,8 @@ class Child:
     pid: int = -1
     pidfd: int = -1
     cpu_clock: int = 0
+    cpu_looked_at: float = 0.0
+    """CPU seconds that it had used, with all its calls, when it was looked at last."""
     ready: bool = False
     gone: bool = False
     killed: str | None = None
