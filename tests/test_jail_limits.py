@@ -33,6 +33,7 @@ from slime_retool.sandbox.broker.records import Job
 from slime_retool.sandbox.broker.started import StartedCalls
 from slime_retool.sandbox.child import namespaces, zygote
 from slime_retool.sandbox.child.environment import HostPaths
+from slime_retool.sandbox.child.syscalls import NR
 from slime_retool.sandbox.host import client
 from slime_retool.sandbox.wire import Frames, pack
 
@@ -454,6 +455,37 @@ time.sleep(50)
     spread, dense = in_box(level, use)
     assert (spread.status, spread.limit) == (Status.MEMORY, "memory") and "page tables" in spread.error
     assert dense.result == str(400 << 20)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_process_whose_first_thread_has_left_is_ended(level: str) -> None:
+    """Its `status` shows no memory, and its `fd` no files, whatever the other threads have."""
+    code = f"""
+import ctypes, threading
+def work():
+    while True: pass
+threading.Thread(target=work).start()
+ctypes.CDLL(None).syscall(ctypes.c_long({NR["exit"]}), ctypes.c_long(0))
+"""
+
+    async def use(box: Sandbox) -> Result:
+        return await box.run(code, timeout=60)
+
+    result = in_box(level, use)
+    assert result.status is Status.KILLED and "ended the first thread" in result.error
+
+
+@pytest.mark.parametrize(("runs", "kills"), [(True, ["leader"]), (False, [])])
+def test_a_process_that_is_ending_is_not_taken_for_one(runs: bool, kills: list[str]) -> None:
+    seen: list[str] = []
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    kind = SimpleNamespace(address_space=0, page_tables=0, listener=3)
+    child = SimpleNamespace(pid=ended.pid, kind=kind, runs=lambda: runs, kill=seen.append, cpu_seconds=lambda: 0.0)
+    folders = SimpleNamespace(watch=lambda child: None)
+    Deadlines({"memory_mb": 1}, folders)._look(child, SimpleNamespace(request={"memory_mb": None}))
+    ended.wait()
+    assert seen == kills
 
 
 @pytest.mark.parametrize(("clock", "limit"), [([0.9, 1.0], "timeout"), ([0.9, 0.9], "cpu")])

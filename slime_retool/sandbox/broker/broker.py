@@ -195,6 +195,8 @@ class Broker:
         if child.job is not None and child.killed is None:
             self._read_last_words(child)
         session = child.session
+        if child.killed == "leader" and status != signal.SIGKILL:
+            child.killed = None  # its threads were ending, and the first one was done
         by_kill = status == signal.SIGKILL and child.killed is None and not self.guarded
         if by_kill and (child.job is not None or session is not None):
             child.killed = "oom" if self.oom_kills.take() else "outside"

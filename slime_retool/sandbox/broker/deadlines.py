@@ -89,6 +89,8 @@ class Deadlines:
                 size, tables, threads = memory.usage(file.read(memory.STATUS_SIZE))
         except OSError:
             return  # it has ended
+        if not size and child.runs():
+            child.kill("leader")
         limit = (job.request["memory_mb"] or self._limits["memory_mb"]) << 20
         used = min(limit, size - child.kind.address_space) + tables - child.kind.page_tables
         if used > limit + limit // _PER_PAGE_OF_TABLES + _SLACK:

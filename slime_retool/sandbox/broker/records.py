@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import select
 import signal
 import socket
 import subprocess
@@ -75,6 +76,12 @@ class Child:
         self.killed = self.killed or why
         if self.pidfd >= 0:
             self.signal(signal.SIGKILL)
+
+    def runs(self) -> bool:
+        """Whether it has threads left, be it without the first one."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return not poll.poll(0)
 
     def cpu_seconds(self) -> float:
         """CPU time of all its threads, by the kernel's count."""

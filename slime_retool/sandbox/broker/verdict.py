@@ -84,6 +84,7 @@ def _reason(
         "memory": ("memory", "the code used more memory for page tables than its limit leaves", "memory"),
         "threads": ("killed", f"the code started more than {limits['max_threads']} threads", "threads"),
         "protocol": ("killed", "the code interfered with the process that runs it and was stopped", None),
+        "leader": ("killed", "the code ended the first thread of its process and went on in another", None),
         "oom": ("memory", "the kernel ended the process (SIGKILL): memory ran out", "memory"),
         "outside": ("unavailable", f"{outage}the process was ended from outside (SIGKILL)", None),
         "zygote": ("unavailable", f"{outage}the zygote ended during the call", None),
