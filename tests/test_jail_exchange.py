@@ -18,7 +18,7 @@ from slime_retool.sandbox.child import executor
 from slime_retool.sandbox.host.sandbox import _result
 
 LIMITS = {"max_output_bytes": 99, "memory_mb": 7}
-ANSWER = {"nonce": "n", "error": None, "limit": None, "result": None, "exit_code": None, "wall": 0.5}
+ANSWER = {"nonce": "n", "error": None, "limit": None, "result": None, "exit_code": None}
 ANSWER |= {"max_rss": 4096, "written": [3, 0], "files": []}
 
 
@@ -52,12 +52,14 @@ WRONG = {
     "another call's": ANSWER | {"nonce": "m"},
     "a nonce that is no text": ANSWER | {"nonce": [[]]},
     "a nonce beyond ASCII": ANSWER | {"nonce": "é"},
-    "no wall": {key: value for key, value in ANSWER.items() if key != "wall"},
-    "a wall of 400 digits": ANSWER | {"wall": 10**400},
-    "a wall that is no number": ANSWER | {"wall": float("nan")},
-    "endless wall": ANSWER | {"wall": float("inf")},
-    "negative wall": ANSWER | {"wall": -1},
-    "a text as wall": ANSWER | {"wall": "1"},
+    "no memory": {key: value for key, value in ANSWER.items() if key != "max_rss"},
+    "memory of 400 digits": ANSWER | {"max_rss": 10**400},
+    "memory that is no number": ANSWER | {"max_rss": float("nan")},
+    "endless memory": ANSWER | {"max_rss": float("inf")},
+    "negative memory": ANSWER | {"max_rss": -1},
+    "a text as memory": ANSWER | {"max_rss": "1"},
+    "a limit without an error": ANSWER | {"limit": "memory"},
+    "a failed exit without an error": ANSWER | {"exit_code": 7},
     "a long result": ANSWER | {"result": "x" * (99 + exchange._NOTE + 1)},
     "a long error": ANSWER | {"error": "x" * 5000},
     "a list as error": ANSWER | {"error": []},
@@ -93,7 +95,7 @@ def test_the_largest_answer_that_the_executor_makes_is_accepted() -> None:
     result = "\U0001f600" * (LIMITS["max_output_bytes"] // 2)
     result = f"{result} ... [{10**9} characters omitted] ... {result}"
     error = "\U0001f600" * 4000 + "\n(the memory limit is 4294967295 MB)"
-    assert accepted(ANSWER | {"result": result, "error": error, "wall": 0.0})["result"] == result
+    assert accepted(ANSWER | {"result": result, "error": error})["result"] == result
 
 
 FORGE = """
@@ -103,7 +105,7 @@ while request is None:
     f = f.f_back
     request = f.f_locals.get('request')
 def forge(after=b'', **fields):
-    message = dict(nonce=request['nonce'], error=None, limit=None, result='mine', exit_code=None, wall=0.0, max_rss=0,
+    message = dict(nonce=request['nonce'], error=None, limit=None, result='mine', exit_code=None, max_rss=0,
                    written=[0, 0], files=[])
     message.update(fields)
     data = json.dumps(message).encode()
@@ -113,7 +115,8 @@ FORGED = {
     "names": "forge(files={'../../x': 'YQ=='})",
     "bad base64": "forge(files={'asked': 'a'})",
     "more files": "forge(files=[1, 1], after=b'xx')",
-    "digits": "forge(wall=10**400)",
+    "digits": "forge(max_rss=10**400)",
+    "a limit and no error": "forge(limit='memory')",
     "a huge text": "forge(error='x' * 100_000)",
     "a huge frame": "os.write(3, struct.pack('<I', 60 << 20))",
     "half an answer and its end": "os.write(3, b'\\x05'); os._exit(0)",
@@ -133,6 +136,15 @@ def test_what_a_child_forges_hurts_only_its_own_call(level: str) -> None:
         expected = Status.OK if name == "half an answer and its end" else Status.KILLED
         assert (name, result.status, result.files) == (name, expected, {}), result
     assert after.result == "42"
+
+
+@pytest.mark.parametrize("level", LEVELS[:1])
+def test_wall_time_is_the_brokers_whatever_a_call_says(level: str) -> None:
+    async def use(box: Sandbox) -> Result:
+        return await box.run(FORGE + "import time\ntime.sleep(0.3)\nforge(wall=0.0)\ntime.sleep(60)")
+
+    result = in_box(level, use)
+    assert (result.status, result.result) == (Status.OK, "mine") and result.wall_s >= 0.3
 
 
 LEAVES = {

@@ -91,12 +91,13 @@ def _checked(message: dict[str, Any], job: Job, limits: dict[str, Any]) -> dict[
     exit_code = message["exit_code"]
     if exit_code is not None and _count(exit_code) > 0xFF:
         raise ValueError(exit_code)
+    if message["error"] is None and (exit_code or message["limit"] is not None):
+        raise ValueError("a failure without an error")
     return {
         "error": _text(message["error"], semantics.MAX_ERROR),
         "limit": message["limit"] if message["limit"] in _CHILD_LIMITS else None,
         "result": _text(message["result"], limits["max_output_bytes"]),
         "exit_code": exit_code,
-        "wall": _seconds(message["wall"]),
         "max_rss": _count(message["max_rss"]),
         "written": [out if out is None else _count(out), err if err is None else _count(err)],
         "files": _sizes(message["files"], len(job.request["fetch"])),
@@ -113,12 +114,6 @@ def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(value)
     return value
-
-
-def _seconds(value: object) -> float:
-    if not isinstance(value, (int, float)) or not 0 <= value < 1e9:
-        raise ValueError(value)
-    return float(value)
 
 
 def _sizes(value: object, most: int) -> list[int | None]:

@@ -19,7 +19,6 @@ def completed(child: Child, job: Job, answer: dict[str, Any], limits: Limits) ->
     cpu = child.cpu_seconds()  # at once: it may be ending
     error, limit = answer["error"], answer["limit"]
     result = _collect(child, job, answer["written"], cpu, limits)
-    result["wall_s"] = min(answer["wall"], result["wall_s"])
     result["limit"] = limit or result["limit"]
     result["status"] = "ok" if error is None else "memory" if limit == "memory" else "error"
     for key in _OF_THE_CHILD:

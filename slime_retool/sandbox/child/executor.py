@@ -14,7 +14,6 @@ import random
 import resource
 import sys
 import threading
-import time
 import types
 from typing import Any, NoReturn
 
@@ -41,7 +40,7 @@ _BaseException, _OSError, _ValueError, _MemoryError = BaseException, OSError, Va
 _write_buffered, _flush = io.BufferedWriter.write, io.BufferedWriter.flush
 _getrlimit, _setrlimit, _RLIMIT_AS = resource.getrlimit, resource.setrlimit, resource.RLIMIT_AS
 _INFINITY = resource.RLIM_INFINITY
-_clock, _usage, _SELF = time.perf_counter, resource.getrusage, resource.RUSAGE_SELF
+_usage, _SELF = resource.getrusage, resource.RUSAGE_SELF
 _wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
 _run_exit_functions = atexit._run_exitfuncs
 
@@ -268,7 +267,6 @@ class Executor:
         session = request["session"]
         if count <= 1 or request["seed"] is not None:
             _reseed(request["seed"])
-        started = _clock()
         try:
             self._limit_memory(request["address_space"], session)
             if request["stdin"] is not None:
@@ -292,7 +290,6 @@ class Executor:
                 finish()
             except _BaseException:
                 pass
-        wall = _clock() - started
         files: list[bytes | None] = []
         if request["fetch"]:
             try:
@@ -305,7 +302,6 @@ class Executor:
             "limit": outcome.limit,
             "result": outcome.result,
             "exit_code": outcome.exit_code,
-            "wall": wall,
             "max_rss": _usage(_SELF).ru_maxrss * 1024,
             "written": [self._writers[0].total, self._writers[1].total],
             "files": [None if data is None else _len(data) for data in files] if files else files,
@@ -334,5 +330,5 @@ class Executor:
             f"{semantics.brief(error)}\n(while the result was put together)",
             "memory" if _isinstance(error, _MemoryError) else None,
         )
-        rest = {"nonce": request["nonce"], "wall": 0.0, "max_rss": 0, "written": [None, None], "files": []}
+        rest = {"nonce": request["nonce"], "max_rss": 0, "written": [None, None], "files": []}
         return pack(outcome._asdict() | rest)

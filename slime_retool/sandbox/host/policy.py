@@ -131,7 +131,7 @@ class Result:
     cpu_s: float = 0.0
     """CPU seconds of the code, all threads."""
     max_rss: int = 0
-    """Bytes of resident memory at its largest."""
+    """Bytes of resident memory at its largest, by the word of the call's own process."""
     queue_s: float = 0.0
     """Seconds the call waited for its turn."""
     truncated: bool = False
