@@ -423,6 +423,25 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nkept = [os.pipe() for _ in range(4)]\nwhile True:\n    try: os.pipe()\n    except OSError: pass",
+        "import os\nwhile True:\n    for end in os.pipe(): os.close(end)",
+        "import _thread, time\nfor _ in range(7): _thread.start_new_thread(time.sleep, (90,))\n"
+        "while True:\n    try: _thread.start_new_thread(time.sleep, (90,))\n    except RuntimeError: pass",
+    ],
+    ids=["pipes that are refused", "pipes", "threads that are refused"],
+)
+def test_a_call_cannot_keep_the_broker_busy_with_questions(level: str, code: str) -> None:
+    async def use(box: Sandbox) -> Result:
+        return await box.run(code, timeout=80)
+
+    result = in_box(level, use, max_threads=8)
+    assert (result.status, result.limit) == (Status.KILLED, "threads") and "2,000 times" in result.error
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_where_the_kernel_does_not_ask_threads_are_counted_now_and_then(level: str) -> None:
     code = "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(50,)).start()"
 

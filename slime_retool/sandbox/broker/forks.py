@@ -157,7 +157,7 @@ class Forks:
         kind.address_space, kind.page_tables = answer["address_space"], answer["page_tables"]
         for listener in fds:
             kind.listener = listener
-            self._loop.watch(listener, functools.partial(notify.answer, listener, self._limits))
+            self._loop.watch(listener, functools.partial(notify.answer, listener, self._limits, self._on_costly))
         self._owner.on_zygote_ready()
 
     def _on_zygote_end(self, kind: Kind) -> None:
@@ -275,6 +275,15 @@ class Forks:
         child.kind.starting -= 1
         child.kind.setup_failures = 0
         child.kind.idle.append(child)
+
+    def _on_costly(self, pid: int) -> bool:
+        child = next((child for child in self.children.values() if child.pid == pid), None)
+        if child is None or child.job is None:
+            return True
+        child.job.questions += 1
+        if child.job.questions > notify.MAX_QUESTIONS:
+            child.kill("questions")
+        return child.killed is None
 
     def _end(self, child: Child, status: int, cpu: float, rss: int) -> None:
         del self.children[child.tag]

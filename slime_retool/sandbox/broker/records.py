@@ -26,6 +26,8 @@ class Job:
     cpu_before: float = 0.0
     cpu_seen: float = -1.0
     """CPU seconds that it had used when it was looked at last."""
+    questions: int = 0
+    """Of the kernel's to the broker, about what it did: those that cost the broker more than it."""
     answer: dict[str, Any] | None = None
     """What the child has answered, while the files after it arrive."""
     child: Child | None = None

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from . import output
+from .notify import MAX_QUESTIONS
 from .records import Child, Job
 
 Limits = dict[str, Any]
@@ -82,6 +83,11 @@ def _reason(
         "disk": ("killed", f"the code wrote more than {disk}", "disk"),
         "memory": ("memory", "the code used more memory for page tables than its limit leaves", "memory"),
         "threads": ("killed", f"the code started more than {limits['max_threads']} threads", "threads"),
+        "questions": (
+            "killed",
+            f"the code asked for pipes, or for threads beyond its limit, more than {MAX_QUESTIONS:,} times",
+            "threads",
+        ),
         "protocol": ("killed", "the code interfered with the process that runs it and was stopped", None),
         "leader": ("killed", "the code ended the first thread of its process and went on in another", None),
         "oom": ("memory", "the kernel ended the process (SIGKILL): memory ran out", "memory"),
