@@ -31,7 +31,7 @@ from slime_retool.sandbox.broker import cgroup, deadlines, keeper, oom, trees
 from slime_retool.sandbox.broker.deadlines import Deadlines
 from slime_retool.sandbox.broker.records import Job
 from slime_retool.sandbox.broker.started import StartedCalls
-from slime_retool.sandbox.child import namespaces, zygote
+from slime_retool.sandbox.child import memory, namespaces, zygote
 from slime_retool.sandbox.child.environment import HostPaths
 from slime_retool.sandbox.child.syscalls import NR
 from slime_retool.sandbox.host import client
@@ -442,6 +442,23 @@ def test_a_call_cannot_keep_the_broker_busy_with_questions(level: str, code: str
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_when_memory_runs_out_calls_go_before_the_zygote(level: str) -> None:
+    """Whose end would take the sessions of all others along."""
+
+    async def use(box: Sandbox) -> tuple[list[str], str]:
+        broker = box._client.broker_pid
+        await asyncio.gather(*(box.session(f"s{n}").run("1") for n in range(2)))
+        found = [each for each in psutil.Process(broker).children(recursive=True) if not each.children()]
+        calls = [each for each in found if each.parent().pid != broker]
+        scores = [Path(f"/proc/{each.pid}/oom_score_adj").read_text().strip() for each in calls]
+        (zygote_pid,) = {each.parent().pid for each in calls}
+        return scores, Path(f"/proc/{zygote_pid}/oom_score_adj").read_text().strip()
+
+    calls, of_zygote = in_box(level, use)
+    assert len(calls) >= 2 and set(calls) == {"1000"} and of_zygote == "500"
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_where_the_kernel_does_not_ask_threads_are_counted_now_and_then(level: str) -> None:
     code = "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(50,)).start()"
 
@@ -505,6 +522,13 @@ def test_a_process_that_is_ending_is_not_taken_for_one(runs: bool, kills: list[s
     Deadlines({"memory_mb": 1}, folders)._look(child, SimpleNamespace(request={"memory_mb": None}))
     ended.wait()
     assert seen == kills
+
+
+def test_a_process_cannot_name_its_own_page_tables() -> None:
+    name = "Name:\tVmSize: 1 kB VmPTE: 2 kB\n"
+    status = f"{name}State:\tR\nVmSize:\t  8192 kB\nVmRSS:\t 5 kB\nVmPTE:\t 12 kB\nThreads:\t3\n"
+    assert memory.usage(status.encode()) == (8192 << 10, 12 << 10, 3)
+    assert memory.usage(Path("/proc/self/status").read_bytes())[0] > 0
 
 
 @pytest.mark.parametrize(("clock", "limit"), [([0.9, 1.0], "timeout"), ([0.9, 0.9], "cpu")])

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from .syscalls import AUDIT_ARCH, MACHINE, NR, PR_SET_SECCOMP, prctl, syscall
 
 _FILTER_MODE = 2
-_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_LD, _JEQ, _JGE, _JSET, _AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 _OFFSET_NR, _OFFSET_ARCH = 0, 4
@@ -58,6 +58,12 @@ _ASKED = ("pipe", "pipe2")
 
 _AF_UNIX = 1
 _CLONE_THREAD = 0x10000
+_OF_EVERY_THREAD = _CLONE_THREAD | 0x40F00
+"""VM, FS, FILES, SIGHAND and SYSVSEM beside it: with a table of descriptors of its own, each thread would have what a
+process may."""
+_OF_SOME_THREADS = 0x1780000
+"""SETTLS, PARENT_SETTID, CHILD_CLEARTID, CHILD_SETTID and, of musl, DETACHED."""
+_CLOSE_RANGE_UNSHARE = 2
 _O_NOTIFICATION_PIPE = os.O_EXCL
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
@@ -159,7 +165,7 @@ def stage1(ask: bool) -> bytes:
 
 
 def stage2(pid: int, private_root: bool) -> bytes:
-    """A child's own filter: threads but no processes, signals only to itself (`pid` as it sees itself).
+    """A child's own filter: threads that share all but no processes, signals only to itself (`pid` as it sees itself).
 
     SIGKILL not even to itself, by no way: as an end from outside it would pass for an outage.
     private_root: False also denies changing modes and times, which Landlock does not cover, reserving space and hard
@@ -167,12 +173,14 @@ def stage2(pid: int, private_root: bool) -> bytes:
     """
     denied = _ZYGOTE_ONLY + ["vfork", "execve"] + ([] if private_root else [*_METADATA, "link", "linkat"])
     to_itself = [_low(0), *_one_of([pid], _ACCEPT, _refuse())]
+    without = _instruction(_AND, ~_OF_SOME_THREADS)
     no_event = _only_if_null(1)  # whose signal could be SIGKILL
     no_cpu_limit = [_low(1), _instruction(_JEQ, resource.RLIMIT_CPU, 0, 6), *_only_if_null(2)]
     locks = [(_LOCKS, _SUCCEED), (_LOCK_QUERIES + _BAD_FCNTLS, _refuse())]
     program = [
         _instruction(_LD, _OFFSET_NR),
-        *_for("clone", [_low(0), _instruction(_JSET, _CLONE_THREAD, 0, 1), *_ACCEPT, *_refuse()]),
+        *_for("clone", [_low(0), without, _instruction(_JEQ, _OF_EVERY_THREAD, 0, 1), *_ACCEPT, *_refuse()]),
+        *_for("close_range", [_low(2), _instruction(_JSET, _CLOSE_RANGE_UNSHARE, 0, 1), *_refuse(), *_ACCEPT]),
         *_for("kill", [*_never(1, signal.SIGKILL), *to_itself]),
         *_for("tgkill", [*_never(2, signal.SIGKILL), *to_itself]),
         *_for("socketpair", [_low(0), *_one_of([_AF_UNIX], _ACCEPT, _refuse())]),

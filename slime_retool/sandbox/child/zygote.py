@@ -55,6 +55,9 @@ _RLIMIT_SIGPENDING = 11
 """Not in the resource module before Python 3.13. Counted per user: one call must not use up all."""
 _PENDING_SIGNALS = 1024
 _KILL_SECONDS = 10.0
+_OOM_SCORE, _OOM_SCORE_OF_CHILDREN = 500, 1000
+"""Of what memory there is, in thousandths, added to what a process uses: calls go before the zygote, whose end takes
+all of its sessions along, and both before programs around the sandbox."""
 
 
 class LayerError(Exception):
@@ -82,6 +85,7 @@ class Zygote:
         self.private_root = self.private and "mount" not in self.off
         self.private_pids = self.private and "pid" not in self.off
         self.listener: int | None = None
+        self.oom_score_file, self.oom_score = -1, _OOM_SCORE
         self.tags: dict[int, tuple[int, int]] = {}  # by pidfd: process id, tag
         self.epoll = select.epoll()
 
@@ -89,8 +93,6 @@ class Zygote:
 
     def set_up(self) -> None:
         os.environ.pop("LD_LIBRARY_PATH", None)  # it has served to start the interpreter
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # the first to go when the machine runs out of memory
         if self.private:
             self._enter_namespaces()
         else:
@@ -174,6 +176,15 @@ class Zygote:
         self.status_file, self.maps_file = (
             os.open(f"/proc/self/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("status", "maps")
         )
+        with contextlib.suppress(OSError):
+            self.oom_score_file = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+            # Below what a container was given, not everybody may go again.
+            self.oom_score = max(_OOM_SCORE, int(os.pread(self.oom_score_file, 16, 0)))
+        self._set_oom_score(self.oom_score)
+
+    def _set_oom_score(self, score: int) -> None:
+        with contextlib.suppress(OSError):
+            os.pwrite(self.oom_score_file, b"%d" % score, 0)
 
     def _build_root(self) -> str:
         packages: dict[str, str] = self.config["packages"]
@@ -278,10 +289,12 @@ class Zygote:
         if self.private_pids:
             namespaces.unshare(namespaces.NEWPID)
         try:
+            self._set_oom_score(_OOM_SCORE_OF_CHILDREN)  # inherited: a child sees no /proc
             pid = raw_fork()
             if pid == 0:
                 (self._become_guardian if self.bare else self._become_child)(tag, folder, fds)
         finally:
+            self._set_oom_score(self.oom_score)
             if self.private_pids:
                 namespaces.join_pid_namespace(self.own_pid_namespace)
         try:
