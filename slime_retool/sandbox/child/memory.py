@@ -22,7 +22,8 @@ _FRESH_RUN = 3072
 
 
 STATUS_SIZE = 4096
-_STATUS = re.compile(rb"VmSize:\s*(\d+) kB.*?VmPTE:\s*(\d+) kB.*?Threads:\s*(\d+)", re.DOTALL)
+_STATUS = re.compile(rb"^VmSize:\s*(\d+) kB.*?^VmPTE:\s*(\d+) kB.*?^Threads:\s*(\d+)", re.DOTALL | re.MULTILINE)
+"""At the start of lines: the first one is the name that the process gave itself."""
 
 
 def usage(status: bytes) -> tuple[int, int, int]:
