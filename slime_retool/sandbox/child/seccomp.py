@@ -5,7 +5,8 @@ child. New threads and pipes are asked about at a listener, where the kernel len
 its last step and takes the zygote's part away again. It is small, since it is installed once a call.
 
 File locks succeed and do nothing: a call shares no file with another program that it could write, and on those that it
-can only read, or on /dev/null, a lock would be a signal to other calls.
+can only read, or on /dev/null, a lock would be a signal to other calls. Timers with a number (timer_create) are
+refused, as Python has no use for them: they count against one limit of all calls.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink
 chdir fchdir umask mmap mprotect munmap mremap madvise brk mincore msync futex futex_waitv set_robust_list
 get_robust_list rseq set_tid_address rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait
 rt_sigsuspend sigaltstack restart_syscall pause nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time
-times getrusage getitimer setitimer alarm timer_create timer_settime timer_gettime timer_getoverrun timer_delete
-timerfd_create timerfd_settime timerfd_gettime getpid getppid gettid getuid geteuid getgid getegid getgroups getresuid
+times getrusage getitimer setitimer alarm timerfd_create timerfd_settime timerfd_gettime
+getpid getppid gettid getuid geteuid getgid getegid getgroups getresuid
 getresgid getpgrp getpgid getsid getpriority getrlimit sysinfo uname getrandom getcpu sched_yield
 sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min arch_prctl
 membarrier exit exit_group wait4 waitid poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait
@@ -64,6 +65,7 @@ process may."""
 _OF_SOME_THREADS = 0x1780000
 """SETTLS, PARENT_SETTID, CHILD_CLEARTID, CHILD_SETTID and, of musl, DETACHED."""
 _CLOSE_RANGE_UNSHARE = 2
+_FIRST_REALTIME_SIGNAL = 32
 _O_NOTIFICATION_PIPE = os.O_EXCL
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
@@ -111,17 +113,20 @@ def _one_of(values: Sequence[int], found: Instructions, other: Instructions) -> 
     return _choose([(values, found)], other)
 
 
-def _never(argument: int, value: int) -> Instructions:
-    return [_low(argument), _instruction(_JEQ, value, 0, 1), *_refuse()]
+def _sendable(argument: int) -> Instructions:
+    """Go on, unless the argument is a signal that a program may not even send to itself: SIGKILL, and those that queue,
+    which count against one limit of the user and so of all calls."""
+    refused = [_instruction(_JEQ, signal.SIGKILL, 1), _instruction(_JGE, _FIRST_REALTIME_SIGNAL, 0, 1)]
+    return [_low(argument), *refused, *_refuse()]
 
 
-def _own_clock(pid: int, accept: Instructions) -> Instructions:
+def _own_clock(pid: int) -> Instructions:
     """Clocks of the system, of the caller's threads and of its process, which has the number `pid` or 0."""
     own = [~number << 3 | kind for number in (0, pid) for kind in range(3)]
     tests = [_low(0), _instruction(_JGE, _CPU_CLOCK, 0, len(own) + 2)]
     tests += [_instruction(_JSET, _OF_A_THREAD, len(own) + 1, 0)]
     tests += [_instruction(_JEQ, clock, len(own) - index) for index, clock in enumerate(own)]
-    return [*tests, *_refuse(errno.EINVAL), *accept]
+    return [*tests, *_refuse(errno.EINVAL), *_ACCEPT]
 
 
 def _for(name: str, body: Instructions) -> Instructions:
@@ -174,15 +179,14 @@ def stage2(pid: int, private_root: bool) -> bytes:
     denied = _ZYGOTE_ONLY + ["vfork", "execve"] + ([] if private_root else [*_METADATA, "link", "linkat"])
     to_itself = [_low(0), *_one_of([pid], _ACCEPT, _refuse())]
     without = _instruction(_AND, ~_OF_SOME_THREADS)
-    no_event = _only_if_null(1)  # whose signal could be SIGKILL
     no_cpu_limit = [_low(1), _instruction(_JEQ, resource.RLIMIT_CPU, 0, 6), *_only_if_null(2)]
     locks = [(_LOCKS, _SUCCEED), (_LOCK_QUERIES + _BAD_FCNTLS, _refuse())]
     program = [
         _instruction(_LD, _OFFSET_NR),
         *_for("clone", [_low(0), without, _instruction(_JEQ, _OF_EVERY_THREAD, 0, 1), *_ACCEPT, *_refuse()]),
         *_for("close_range", [_low(2), _instruction(_JSET, _CLOSE_RANGE_UNSHARE, 0, 1), *_refuse(), *_ACCEPT]),
-        *_for("kill", [*_never(1, signal.SIGKILL), *to_itself]),
-        *_for("tgkill", [*_never(2, signal.SIGKILL), *to_itself]),
+        *_for("kill", [*_sendable(1), *to_itself]),
+        *_for("tgkill", [*_sendable(2), *to_itself]),
         *_for("socketpair", [_low(0), *_one_of([_AF_UNIX], _ACCEPT, _refuse())]),
         *_for("sendto", _only_if_null(4)),  # no address: only on a connected socket
         # Its own, which it can only lower; the kernel ends with SIGKILL at the one of CPU time.
@@ -193,13 +197,10 @@ def stage2(pid: int, private_root: bool) -> bytes:
         *_for("flock", _SUCCEED),
         *_for("pipe2", [_low(1), _instruction(_JSET, _O_NOTIFICATION_PIPE, 1, 0), *_ACCEPT, *_refuse()]),
     ]
-    if private_root:
-        program += _for("timer_create", no_event)
-    else:
+    if not private_root:
         program += _for("fallocate", _refuse(errno.EOPNOTSUPP))  # the C library writes instead
-        program += _for("timer_create", _own_clock(pid, no_event))
         for name in _OF_A_CLOCK:
-            program += _for(name, _own_clock(pid, _ACCEPT))
+            program += _for(name, _own_clock(pid))
         for name, argument in _OF_A_PROCESS.items():
             program += _for(name, [_low(argument), *_one_of([0, pid], _ACCEPT, _refuse())])
     return b"".join(program + _one_of(_numbers(denied), _refuse(), _ACCEPT))
