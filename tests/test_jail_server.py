@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import gzip
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.compression_utils import ZLibDecompressor
 from test_jail import LEVELS
 
 from benchmarks import sandbox_soak
@@ -161,6 +163,27 @@ async def test_a_request_that_no_client_of_code_sends_is_refused(
         async with http.post(f"{url}/run_code", data=body, headers=headers) as response:
             status, says = expected
             assert response.status == status and says in (await response.json())["detail"]
+
+
+@pytest.mark.parametrize("token", [None, "s3cret"])
+async def test_a_compressed_body_is_refused_and_never_decompressed(token: str | None, monkeypatch) -> None:
+    """Not even to have it out of the way: 4 MB of it would make 4 GB in the event loop."""
+    unpacked = []
+
+    def decompress(*_: object, **__: object) -> bytes:
+        unpacked.append(1)
+        raise ValueError("decompressed")
+
+    monkeypatch.setattr(ZLibDecompressor, "decompress_sync", decompress)
+    body = gzip.compress(bytes(1 << 20))
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with serving(make_app(POLICY, access=Access(token=token))) as url, aiohttp.ClientSession() as http:
+        async with http.post(f"{url}/run_code", data=body, headers=headers) as response:
+            assert response.status == (415 if token is None else 401)
+            await response.read()
+        async with http.get(f"{url}/v1/ping") as response:
+            assert await response.json() == "pong"
+    assert unpacked == []
 
 
 async def test_a_body_that_breaks_off_is_a_bad_request() -> None:

@@ -94,7 +94,8 @@ class _Server:
     def application(self) -> web.Application:
         policy = self._policy
         room = _ESCAPED * policy.max_code_bytes + 2 * (policy.max_disk_mb << 20)
-        app = web.Application(client_max_size=room)
+        # Otherwise a refused body is decompressed too, of which a few MB make gigabytes.
+        app = web.Application(client_max_size=room, handler_args={"auto_decompress": False})
         app.router.add_post("/run_code", self._run_code, expect_handler=_expect)
         app.router.add_get("/v1/ping", _ping, expect_handler=_expect)
         app.router.register_resource(rest := _Anything("/"))
