@@ -14,7 +14,7 @@ from test_jail import LEVELS, in_box
 from slime_retool.errors import ConfigError
 from slime_retool.sandbox import Result, Sandbox, SandboxPolicy, Status, wire
 from slime_retool.sandbox.broker import exchange, output, records
-from slime_retool.sandbox.child import executor
+from slime_retool.sandbox.child import executor, semantics
 from slime_retool.sandbox.host.sandbox import _result
 
 LIMITS = {"max_output_bytes": 99, "memory_mb": 7}
@@ -82,6 +82,14 @@ def test_an_answer_that_the_executor_would_not_send_is_a_violation(message: obje
     assert accepted(ANSWER, ("f",)) is not None
     with pytest.raises(exchange.ProtocolViolation):
         accepted(message, ("f",))
+
+
+def test_halves_of_surrogate_pairs_count_as_the_characters_that_callers_get() -> None:
+    """A program may have a short text of them, and a long one is cut, as any other."""
+    assert accepted(ANSWER | {"result": "\ud800" * 9})["result"] == r"\ud800" * 9
+    for field, most in (("result", 99), ("error", semantics.MAX_ERROR)):
+        text = accepted(ANSWER | {field: "\ud800" * most})[field]
+        assert text.startswith(r"\ud800" * (most // 6)) and len(text) <= most + exchange._NOTE
 
 
 def test_a_frame_longer_than_any_answer_is_a_violation_before_it_has_arrived() -> None:

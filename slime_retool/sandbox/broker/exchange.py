@@ -14,6 +14,7 @@ from .records import Child, Job
 _CHILD_LIMITS = ("memory", "disk", "file_size", "open_files")
 _NOTE = 200
 """Characters that the executor adds to a text that was cut."""
+_CUT = "... [cut]"
 _BYTES_OF_CHARACTER = 12
 """In JSON, at most: an escaped surrogate pair."""
 _OTHER_FIELDS = 1000
@@ -105,9 +106,13 @@ def _checked(message: dict[str, Any], job: Job, limits: dict[str, Any]) -> dict[
 
 
 def _text(value: object, most: int) -> str | None:
-    if value is not None and (not isinstance(value, str) or len(value) > most + _NOTE):
+    """As the caller gets it, where half of a surrogate pair is six characters (see `host.policy.Result`)."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > most + _NOTE:
         raise TypeError(type(value))
-    return value
+    text = value.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= most + _NOTE else text[:most] + _CUT
 
 
 def _count(value: object) -> int:
