@@ -28,6 +28,7 @@ from slime_retool.config import Config
 from slime_retool.errors import ConfigError, ToolUnavailable
 from slime_retool.recipes.retool.tool_sandbox import make_tools
 from slime_retool.sandbox import Sandbox, SandboxPolicy, Status
+from slime_retool.sandbox.host import server
 from slime_retool.sandbox.host.fusion_client import FusionSandbox, from_response
 from slime_retool.sandbox.host.policy import read_token
 from slime_retool.sandbox.host.server import Access, BadRequest, _Server, make_app
@@ -184,6 +185,24 @@ async def test_a_compressed_body_is_refused_and_never_decompressed(token: str | 
         async with http.get(f"{url}/v1/ping") as response:
             assert await response.json() == "pong"
     assert unpacked == []
+
+
+async def test_bodies_that_are_held_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes, and not by how many wait; what has ended no longer counts."""
+    policy = replace(POLICY, max_code_bytes=2000, max_disk_mb=1)
+    monkeypatch.setattr(server, "_MAX_HELD", 0)
+    head = b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 2000000\r\n\r\n"
+    async with serving(make_app(policy)) as url:
+        async def answered(status: int) -> None:
+            while (await post(url, code="print(1)", stdin="x" * 500_000))[0] != status:
+                await asyncio.sleep(0.02)
+
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(head + bytes(1_900_000))
+        await asyncio.wait_for(answered(503), 60)
+        writer.close()
+        await asyncio.wait_for(answered(200), 60)
 
 
 async def test_a_body_that_breaks_off_is_a_bad_request() -> None:

@@ -8,6 +8,7 @@ executor_pod_name, files`. Python only. Where it is stricter than SandboxFusion:
 from __future__ import annotations
 
 import base64
+import contextlib
 import ipaddress
 import os
 import re
@@ -28,6 +29,8 @@ T = TypeVar("T")
 _SHUTDOWN_SECONDS = 0.1
 """After which requests that still run are cancelled, once the server is to end."""
 _FIELDS = set("code language compile_timeout run_timeout memory_limit_MB stdin files fetch_files".split())
+_MAX_HELD = 256 << 20
+"""Bytes of bodies at once: each is in memory some four times over, as text, decoded and on its way to the call."""
 _ESCAPED = 6
 """Bytes of JSON for one of text, at most."""
 _FILES = "an object: files must map paths to base64"
@@ -90,12 +93,14 @@ class _Server:
         check_limit("max_timeout", max_timeout, whole=False)
         self._policy, self._max_timeout, self._access = policy, max_timeout, access
         self._box = Sandbox(policy)
+        self._longest = _ESCAPED * policy.max_code_bytes + 2 * (policy.max_disk_mb << 20)
+        self._most_held = max(_MAX_HELD, self._longest)
+        self._held = 0
+        """Bytes of bodies that are read, and of those whose calls wait or run."""
 
     def application(self) -> web.Application:
-        policy = self._policy
-        room = _ESCAPED * policy.max_code_bytes + 2 * (policy.max_disk_mb << 20)
         # Otherwise a refused body is decompressed too, of which a few MB make gigabytes.
-        app = web.Application(client_max_size=room, handler_args={"auto_decompress": False})
+        app = web.Application(handler_args={"auto_decompress": False})
         app.router.add_post("/run_code", self._run_code, expect_handler=_expect)
         app.router.add_get("/v1/ping", _ping, expect_handler=_expect)
         app.router.register_resource(rest := _Anything("/"))
@@ -111,15 +116,32 @@ class _Server:
         try:
             self._access.check(request)
             _check_kind(request)
-            arguments = self._arguments(await request.read())
+            async with self._body(request) as body:
+                result = await self._box.run(**self._arguments(body), echo=False)
         except Refused as refusal:
             status, why = refusal.args
             return web.json_response({"detail": why}, status=status)
-        except web.HTTPRequestEntityTooLarge as error:
-            return web.json_response({"detail": error.text}, status=413)
         except (BadRequest, web.RequestPayloadError) as error:
             return web.json_response({"detail": str(error)}, status=422)
-        return web.json_response(to_response(await self._box.run(**arguments, echo=False)))
+        return web.json_response(to_response(result))
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The body, whose bytes count as held until its call has ended. Raises Refused."""
+        body, size = bytearray(), 0
+        try:
+            async for chunk in request.content.iter_any():
+                size += len(chunk)
+                self._held += len(chunk)
+                if size > self._longest:
+                    raise Refused(413, f"the body may be at most {self._longest} bytes")
+                if self._held > self._most_held:
+                    held = f"the bodies of the calls that wait or run pass {self._most_held >> 20} MB"
+                    raise Refused(503, f"{held}; send fewer large ones at once")
+                body += chunk
+            yield bytes(body)
+        finally:
+            self._held -= size
 
     def _arguments(self, data: bytes) -> dict[str, Any]:
         """Keyword arguments of `Sandbox.run`. Raises BadRequest."""
