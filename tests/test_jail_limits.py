@@ -511,15 +511,17 @@ ctypes.CDLL(None).syscall(ctypes.c_long({NR["exit"]}), ctypes.c_long(0))
     assert result.status is Status.KILLED and "ended the first thread" in result.error
 
 
-@pytest.mark.parametrize(("runs", "kills"), [(True, ["leader"]), (False, [])])
-def test_a_process_that_is_ending_is_not_taken_for_one(runs: bool, kills: list[str]) -> None:
+@pytest.mark.parametrize(("runs", "looks", "kills"), [(True, 1, []), (True, 2, ["leader"]), (False, 2, [])])
+def test_a_process_that_is_ending_is_not_taken_for_one(runs: bool, looks: int, kills: list[str]) -> None:
     seen: list[str] = []
     ended = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     kind = SimpleNamespace(address_space=0, page_tables=0, listener=3)
     child = SimpleNamespace(pid=ended.pid, kind=kind, runs=lambda: runs, kill=seen.append, cpu_seconds=lambda: 0.0)
+    child.leaderless = False
     folders = SimpleNamespace(watch=lambda child: None)
-    Deadlines({"memory_mb": 1}, folders)._look(child, SimpleNamespace(request={"memory_mb": None}))
+    for _ in range(looks):
+        Deadlines({"memory_mb": 1}, folders)._look(child, SimpleNamespace(request={"memory_mb": None}))
     ended.wait()
     assert seen == kills
 

@@ -90,7 +90,9 @@ class Deadlines:
         except OSError:
             return  # it has ended
         if not size and child.runs():
-            child.kill("leader")
+            if child.leaderless:  # at the last look, too: so long no process takes to end
+                return child.kill("leader")
+            child.leaderless = True
         limit = (job.request["memory_mb"] or self._limits["memory_mb"]) << 20
         used = min(limit, size - child.kind.address_space) + tables - child.kind.page_tables
         if used > limit + limit // _PER_PAGE_OF_TABLES + _SLACK:

@@ -60,6 +60,8 @@ class Child:
     cpu_clock: int = 0
     cpu_looked_at: float = 0.0
     """CPU seconds that it had used, with all its calls, when it was looked at last."""
+    leaderless: bool = False
+    """It showed no memory when it was looked at last: its first thread has left, or it is ending."""
     ready: bool = False
     gone: bool = False
     killed: str | None = None
