@@ -279,7 +279,6 @@ def _errors(rank: int, world_size: int, root: str) -> dict[str, str]:
     (headless / "latest_checkpointed_iteration.txt").write_text("7")
     cases = {
         "nothing given": _rl_config(root, True, load=str(empty), ref_load=None, use_kl_loss=False),
-        "no reference": _rl_config(root, True, ref_load=None),
         "missing": _rl_config(root, True, load=None, ref_load=str(empty)),
         "incomplete": _rl_config(root, True, load=str(headless)),
         "wider": _rl_config(root, True, hidden_size=64),
@@ -550,7 +549,6 @@ def test_optimizer_state_moves_to_another_layout(one: dict[str, Any], two: list[
     ("case", "words"),
     [
         ("nothing given", "ConfigError: .*--ref-load"),
-        ("no reference", "ConfigError: .*--ref-load"),
         ("missing", "CheckpointError: .*latest_checkpointed_iteration.txt"),
         ("incomplete", "CheckpointError: .*iter_0000007"),
         ("wider", "CheckpointError: .*another model|CheckpointError: .*of another"),
