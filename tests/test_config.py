@@ -755,6 +755,15 @@ def test_halves_of_master_weights_are_not_saved(flag, run_args, tmp_path, monkey
     assert checked(args | {flag: f"{tmp_path}/a", "--optimizer-cpu-offload": None}).save_folders  # has whole ones
 
 
+@pytest.mark.parametrize("flag", [{"--use-kl-loss": None}, {"--kl-coef": "0.1"}])
+def test_a_kl_term_needs_its_reference(run_args, flag):
+    args = {**run_args, **flag, "--load": run_args["--ref-load"]}
+    checked(args)
+    del args["--ref-load"]
+    with pytest.raises(ConfigError, match=f"{next(iter(flag))} needs the reference model: add --ref-load DIR"):
+        checked(args)
+
+
 def test_checkpoints_do_not_take_the_references_place(run_args, tmp_path):
     (tmp_path / "link").symlink_to(run_args["--ref-load"])
     for folder in (f"{run_args['--ref-load']}/", f"{tmp_path}/link", f"{tmp_path}/x/../ref"):
