@@ -51,7 +51,7 @@ MEMORY_GROWTH = 1.1
 
 
 def is_engine(command: list[str]) -> bool:
-    return command[1:3] == ["-m", "sglang.launch_server"]
+    return command[1:3] == ["-m", "slime_retool.engine.cpu_main"]
 
 
 def is_router(command: list[str]) -> bool:

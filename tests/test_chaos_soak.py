@@ -74,7 +74,7 @@ def test_the_band_is_that_of_the_undisturbed_runs_and_of_chance():
 
 
 COMMANDS = {
-    "engine killed": [sys.executable, "-m", "sglang.launch_server", "--port", "1"],
+    "engine killed": [sys.executable, "-m", "slime_retool.engine.cpu_main", "--port", "1"],
     "router killed": [sys.executable, "/x/slime_retool/engine/router_main.py", "--worker-urls"],
     "trainer killed": ["ray::TrainerActor.trainer"],
     "broker killed": [sys.executable, "-I", "-S", "-X", "utf8", "/x/boot.py", "broker.broker", "7"],

@@ -368,7 +368,7 @@ def test_an_engine_that_cannot_be_reached_raises():
 
 def test_no_process_is_left_when_the_owner_is_killed(running: Running):
     commands = " ".join(processes_with(running.mark).values())
-    assert "sglang.launch_server" in commands and "router_main.py" in commands
+    assert "slime_retool.engine.cpu_main" in commands and "router_main.py" in commands
     running.parent.kill()
     running.parent.wait()
     deadline = time.monotonic() + 200

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -253,6 +254,51 @@ def test_only_a_taken_port_is_worth_another_start():
     assert not port_was_taken(ServerError("CUDA out of memory"))
 
 
+LAUNCHER = """
+import multiprocessing
+import sys
+
+import torch
+
+made = None
+
+
+def report():
+    print([(tuple(each.shape), str(each.dtype), each.tolist()) for each in made], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn", force=True)
+    made = [
+        torch.zeros((2, 3), dtype=torch.int32, device="cpu", pin_memory=True),
+        torch.ones(2).pin_memory(),
+        torch.tensor([1.5], pin_memory=True),
+        torch.arange(3, pin_memory=False),
+    ]
+    child = multiprocessing.Process(target=report)
+    child.start()
+    child.join()
+"""
+
+
+def test_without_a_gpu_the_launcher_pins_no_memory_and_its_processes_import_nothing_anew(tmp_path: Path):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(LAUNCHER)
+    path = f"{tmp_path}:{Path(__file__).parents[1]}"
+    done = subprocess.run(
+        [sys.executable, "-m", "slime_retool.engine.cpu_main", "--port", "7"],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    made = [
+        ((2, 3), "torch.int32", [[0] * 3] * 2),
+        ((2,), "torch.float32", [1.0, 1.0]),
+        ((1,), "torch.float32", [1.5]),
+        ((3,), "torch.int64", [0, 1, 2]),
+    ]
+    assert done.stdout.strip() == f"{made} ['--port', '7']"  # a spawned process would have made nothing
+
+
 def test_an_engine_that_serves_adapters_is_started_for_them(tmp_path: Path):
     values = {"lora_rank": 8, "lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_weight_update": "adapters"}
     config = engine_config(tmp_path, tmp_path, **values)
@@ -261,11 +307,10 @@ def test_an_engine_that_serves_adapters_is_started_for_them(tmp_path: Path):
     assert flags["--lora-target-modules"] == ["q_proj", "k_proj", "v_proj", "down_proj"]
     assert flags["--lora-backend"] == ["torch_native"] and flags["--max-loras-per-batch"] == ["2"]
     assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER, REFRESH_LOADER, ADAPTERS_LOADER]
-    assert server_module(config) == "slime_retool.engine.unpinned_main"  # SGLang asks for pinned memory
     on_gpu = engine_config(tmp_path, tmp_path, device="cuda", **values)
-    assert server_module(on_gpu) == "sglang.launch_server" and "--lora-backend" not in server_flags(on_gpu)
+    assert "--lora-backend" not in server_flags(on_gpu)
     merged = engine_config(tmp_path, tmp_path, **values | {"lora_weight_update": "merged"})
-    assert server_module(merged) == "sglang.launch_server" and "--enable-lora" not in server_flags(merged)
+    assert "--enable-lora" not in server_flags(merged)
 
 
 def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
@@ -273,6 +318,8 @@ def test_a_cpu_engine_gets_the_flags_that_sglang_needs_there(tmp_path: Path):
     flags = server_flags(config, rank=2)
     assert flags["--device"] == ["cpu"] and flags["--dtype"] == ["float32"]
     assert flags["--attention-backend"] == ["torch_native"] and flags["--skip-server-warmup"] == []
+    assert server_module(config) == "slime_retool.engine.cpu_main"
+    assert server_module(replace(config, device="cuda")) == "sglang.launch_server"
     assert flags["--random-seed"] == ["9"] and flags["--weight-version"] == ["0"]
     assert flags["--max-total-tokens"] == ["16384"] and flags["--context-length"] == ["520"]
     assert flags["--custom-weight-loader"] == [REPORT_LOADER, BUCKET_LOADER, REFRESH_LOADER]

@@ -55,7 +55,7 @@ def test_ctrl_c_ends_whatever_the_example_started(model: Path, tmp_path: Path):
     mark = f"SLIME_RETOOL_TEST_RUN={uuid.uuid4().hex}"
     run = start("rl_loop.py", "--model", model, "--steps", 1000, "--output-dir", tmp_path, mark=mark)
     assert run.stdout is not None and run.stdout.readline().startswith("step 0:")
-    assert "sglang.launch_server" in " ".join(processes_with(mark).values())
+    assert "slime_retool.engine.cpu_main" in " ".join(processes_with(mark).values())
     run.send_signal(signal.SIGINT)
     run.communicate()
     assert run.returncode == 130 and processes_with(mark) == {}

@@ -113,9 +113,8 @@ def adapter_flags(config: Config) -> Flags:
 
 
 def server_module(config: Config) -> str:
-    """What starts the server: SGLang's launcher, in a wrapping of ours where it asks a CPU for pinned memory."""
-    pins = config.use_rollout_routing_replay or config.serves_adapters
-    return "slime_retool.engine.unpinned_main" if pins and not config.on_cuda else "sglang.launch_server"
+    """What starts the server: SGLang's launcher, without a GPU in a wrapping of ours."""
+    return "sglang.launch_server" if config.on_cuda else "slime_retool.engine.cpu_main"
 
 
 def _gathers_prefills(config: Config) -> bool:

@@ -90,9 +90,8 @@ def find(*words: str) -> list[int]:
 
 def engine_processes(url: str) -> list[int]:
     """The SGLang server at `url`: its HTTP server first, then its scheduler and detokenizer."""
-    [server] = [
-        pid for pid in find("sglang.launch_server", str(urlsplit(url).port)) if b"supervisor" not in command(pid)
-    ]
+    found = find("slime_retool.engine.cpu_main", str(urlsplit(url).port))
+    [server] = [pid for pid in found if b"supervisor" not in command(pid)]
     children = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
     return [server, *children]
 

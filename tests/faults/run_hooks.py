@@ -81,7 +81,7 @@ def loss(inputs: LossInputs) -> LossValue:
 def loss_that_kills_an_engine(inputs: LossInputs) -> LossValue:
     """PPO's; its first call kills the run's engine, whose requests then wait while the weights move on."""
     if once("engine"):
-        folder, server = os.environ["FAULTS_FOLDER"], ["-m", "sglang.launch_server"]
+        folder, server = os.environ["FAULTS_FOLDER"], ["-m", "slime_retool.engine.cpu_main"]
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.cmdline()[1:3] == server and process.environ().get("FAULTS_FOLDER") == folder:
