@@ -590,14 +590,17 @@ def test_copies_have_storages_of_their_own_size_and_reuse_their_memory():
 
 
 def test_reserved_memory_is_filled_before_more_is_taken():
+    """Also where tensors that are larger than a piece of memory come between: what was reserved for others stays."""
+    tensors = [torch.ones(count) for count in (40, 100, 40, 20, 90, 64, 4)]
     copies = HostCopies(pinned=False, slab_bytes=256)
-    copies.reserve(600)
-    copies.reserve(600)  # once is enough
-    copies.clear()
-    slabs = [slab.data_ptr() for slab in copies._slabs]
-    assert len(slabs) == 3
-    got = [copies.copy(torch.ones(64)) for _ in range(4)]
-    assert [copy.data_ptr() for copy in got[:3]] == slabs and all(copy.sum() == 64 for copy in got)
+    copies.reserve([tensor.nbytes for tensor in tensors])
+    copies.reserve([1000])  # once is enough
+    for _ in range(2):
+        copies.clear()
+        slabs = [slab.data_ptr() for slab in (*copies._slabs, *copies._large)]
+        assert len(copies._slabs) == 5 and [len(slab) for slab in copies._large] == [400, 360]
+        assert all(torch.equal(copies.copy(tensor), tensor) for tensor in tensors)
+        assert [slab.data_ptr() for slab in (*copies._slabs, *copies._large)] == slabs
 
 
 def test_a_rank_reserves_about_what_it_writes(tmp_path: Path):
@@ -609,7 +612,7 @@ def _reserved(rank: int, world_size: int, root: str) -> float:
     step(trainer, 0)
     trainer.writer.copies.clear()
     trainer.actor.stage(0, {}, trainer.writer.copies)
-    used, reserved = trainer.writer.copies._used, trainer.actor.bytes_to_save
+    used, reserved = trainer.writer.copies._used, sum(trainer.actor.sizes_to_save)
     trainer.shutdown()
     return reserved / used if used else reserved
 

@@ -248,7 +248,7 @@ class Trainer:
         states = [role.load(iteration) for role in self.roles]
         if self.config.on_cuda and self.config.save is not None and not self.config.no_async_save:
             # Page-locked beside the first rollout, or the first save would wait for it.
-            self.writer.copies.reserve(sum(role.bytes_to_save for role in self.roles))
+            self.writer.copies.reserve([size for role in reversed(self.roles) for size in role.sizes_to_save])
         state = states[0]
         return (0, {}) if state is None else (state.rollout_id + 1, state.extra)
 

@@ -173,16 +173,17 @@ class ModelRole(ABC):
         )
 
     @property
-    def bytes_to_save(self) -> int:
-        """Of a checkpoint that this rank writes, about: data-parallel copies are written by their first rank."""
+    def sizes_to_save(self) -> list[int]:
+        """Bytes of every tensor that this rank copies for a checkpoint, about, in this order: data-parallel copies are
+        written by their first rank."""
         from megatron.core import parallel_state as mpu
 
         if mpu.get_data_parallel_rank(with_context_parallel=True):
-            return 0
-        moments_and_weight = 8 if self.dtype == torch.float32 else 12
-        each = self.dtype.itemsize + (0 if self.config.no_save_optim else moments_and_weight)
+            return []
         # Of frozen ones a checkpoint has nothing.
-        return each * sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        numbers = [p.numel() for p in self.module.parameters() if p.requires_grad]
+        states = 0 if self.config.no_save_optim else 2 if self.dtype == torch.float32 else 3  # moments, master weight
+        return [4 * n for n in numbers for _ in range(states)] + [self.dtype.itemsize * n for n in numbers]
 
     def resume(self, root: str, iteration: int | None = None) -> checkpoint.TrainerState:
         """Go on from the newest checkpoint under `root`, or that of rollout `iteration`."""
