@@ -265,10 +265,12 @@ made = None
 
 def report():
     print([(tuple(each.shape), str(each.dtype), each.tolist()) for each in made], sys.argv[1:])
+    print(torch.ones(10**7).sum().item(), torch.get_num_threads())
 
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn", force=True)
+    print(torch.ones(10**7).sum().item(), flush=True)
     made = [
         torch.zeros((2, 3), dtype=torch.int32, device="cpu", pin_memory=True),
         torch.ones(2).pin_memory(),
@@ -277,7 +279,10 @@ if __name__ == "__main__":
     ]
     child = multiprocessing.Process(target=report)
     child.start()
-    child.join()
+    child.join(60)
+    if child.is_alive():
+        print("hangs")
+        child.kill()
 """
 
 
@@ -288,7 +293,7 @@ def test_without_a_gpu_the_launcher_pins_no_memory_and_its_processes_import_noth
     path = f"{tmp_path}:{Path(__file__).parents[1]}"
     done = subprocess.run(
         [sys.executable, "-m", "slime_retool.engine.cpu_main", "--port", "7"],
-        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"},
     )  # fmt: skip
     made = [
         ((2, 3), "torch.int32", [[0] * 3] * 2),
@@ -296,7 +301,10 @@ def test_without_a_gpu_the_launcher_pins_no_memory_and_its_processes_import_noth
         ((1,), "torch.float32", [1.5]),
         ((3,), "torch.int64", [0, 1, 2]),
     ]
-    assert done.stdout.strip() == f"{made} ['--port', '7']"  # a spawned process would have made nothing
+    launcher, made_there, child = done.stdout.splitlines()
+    assert made_there == f"{made} ['--port', '7']"  # a spawned process would have made nothing
+    # Both compute: OpenMP's threads of a launcher would be missing in the processes that it forks.
+    assert launcher == "10000000.0" and child == f"10000000.0 {min(2, len(os.sched_getaffinity(0)))}"
 
 
 def test_an_engine_that_serves_adapters_is_started_for_them(tmp_path: Path):

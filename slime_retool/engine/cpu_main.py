@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import runpy
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,10 @@ def main() -> None:
     for name in FACTORIES:
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = _itself  # type: ignore[assignment, method-assign]
+    # Threads of OpenMP do not come along in a fork, and whoever waits for them hangs: the launcher starts none.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(threads))
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = _fork
     runpy.run_module("sglang.launch_server", run_name="__main__")
